@@ -88,18 +88,18 @@ def partial_rows(device: Device, n_rows: int, width: int) -> int:
     return min(ceil(n_rows / 32), 2**20 // width)
 
 
-def flash_splits(device: Device, batch: int, n_heads: int, seq_len: int, d_head: int) -> int:
+def flash_splits(device: Device, batch: int, n_heads: int, n_queries: int, d_head: int, n_keys: int) -> int:
     """The number of parts that FlashAttention divides the keys into, so that all multiprocessors have work.
 
     >>> from memplan.device import A100
-    >>> flash_splits(A100, 1, 12, 512, 64), flash_splits(A100, 4, 12, 1024, 64)
+    >>> flash_splits(A100, 1, 12, 512, 64, 512), flash_splits(A100, 1, 12, 512, 64, 77)
     (2, 1)
 
     Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (`set_params_splitkv`,
     `num_splits_heuristic`).
     """
     columns = 256 if d_head <= 64 else 128 if d_head <= 128 else 64
-    n_columns, n_blocks = ceil(seq_len / columns), batch * n_heads * ceil(seq_len / 64)
+    n_columns, n_blocks = ceil(n_keys / columns), batch * n_heads * ceil(n_queries / 64)
     places = 2 * device.multiprocessors
     if n_blocks >= 0.8 * places:
         return 1

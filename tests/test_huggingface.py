@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memplan
+from memplan import MissingRule
 from memplan.errors import InvalidValue, MemplanError, UnknownName
 from memplan.models import TracedModel, implemented, model_from_config, preset
 from memplan.models.families import FAMILIES
@@ -494,3 +495,33 @@ def test_a_config_with_extra_missing_or_contradicting_fields_is_read_or_refused(
     with pytest.raises(MemplanError, match=r"config\.json: .*; ") as refusal:
         read(config)
     assert len(str(refusal.value)) < 600
+
+
+MAMBA_2 = {
+    "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 64, "num_hidden_layers": 2,
+    "num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1, "vocab_size": 128, "chunk_size": 256,
+}  # fmt: skip
+LFM_2 = {
+    "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 128,
+    "layer_types": ["conv", "full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_hybrid_whose_scan_follows_no_rule_of_the_length_is_refused_with_its_reason(read):
+    """It was answered for 1,024 tokens with the scan's tensors of 256, as 48, 80 and 112 have them."""
+    pytest.importorskip("transformers")
+    with pytest.raises(MissingRule, match=r"mamba_ssm and causal_conv1d are not installed.*executed=True"):
+        read(MAMBA_2)
+
+
+@pytest.mark.slow
+def test_kernels_that_are_not_installed_are_named(read, capfd):
+    pytest.importorskip("transformers")
+    model = read(LFM_2)
+    assert model.lacks == ("causal_conv1d",)
+    notes = memplan.estimate(model, seq_len=1024).notes
+    assert any("was traced without causal_conv1d" in note for note in notes)
+    assert "falling back" not in capfd.readouterr().err
+    assert [n for _, n in model.layers] == [1, 1]

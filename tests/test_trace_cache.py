@@ -36,7 +36,7 @@ def kept(monkeypatch, tmp_path, cache_entry, traced):
     """A cache in an empty folder, and how often something was traced."""
     n_traced: list[str] = []
 
-    def counted(text, name, device):
+    def counted(text, name, device, precisions):
         n_traced.append(text)
         return replace(traced, name=name)
 
@@ -46,9 +46,9 @@ def kept(monkeypatch, tmp_path, cache_entry, traced):
     return n_traced
 
 
-def found(values=VALUES, name="tiny", device="cuda", cached=True):
+def found(values=VALUES, name="tiny", device="cuda", cached=True, precisions=("bf16",)):
     cache._kept.cache_clear()  # as in another process
-    return cache.traced_from_config(Config(values), name, device, cache=cached)
+    return cache.traced_from_config(Config(values), name, device, precisions, cache=cached)
 
 
 def entries(tmp_path):
@@ -62,7 +62,10 @@ def test_a_config_is_traced_once(kept, tmp_path, traced):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"values": {**VALUES, "num_hidden_layers": 3}}, {"device": "cpu"}, {"name": "other"}, {"cached": False}],
+    [
+        *({"values": {**VALUES, "num_hidden_layers": 3}}, {"device": "cpu"}, {"name": "other"}),
+        *({"precisions": ("fp32",)}, {"cached": False}),
+    ],
 )
 def test_another_config_device_or_name_is_traced_and_so_is_what_shall_not_be_kept(kept, changed):
     found()
@@ -86,7 +89,7 @@ def test_a_checkout_of_transformers_is_never_kept(kept, monkeypatch, tmp_path):
     (package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path / "checkout"))
     monkeypatch.delitem(sys.modules, "transformers")
-    assert cache._entry(json.dumps(VALUES), "tiny", "cuda") is None
+    assert cache._entry(json.dumps(VALUES), "tiny", "cuda", ()) is None
     found()
     found()
     assert len(kept) == 2
@@ -140,7 +143,7 @@ def test_the_entries_that_were_not_used_longest_are_removed(kept, tmp_path, monk
 
 def test_processes_that_write_one_entry_at_once_leave_it_whole(kept, tmp_path, traced):
     with ThreadPoolExecutor(8) as pool:
-        file = cache._entry(json.dumps(VALUES, sort_keys=True), "tiny", "cuda")
+        file = cache._entry(json.dumps(VALUES, sort_keys=True), "tiny", "cuda", ("bf16",))
         list(pool.map(lambda _: cache._write(file, traced), range(32)))
     assert found() == traced
     assert not kept
@@ -186,7 +189,7 @@ def test_no_cache_is_a_flag_of_every_command_with_a_model_and_a_keyword(tmp_path
 
     asked = []
 
-    def refused(text, name, device, *, cache):
+    def refused(text, name, device, precisions, *, cache):
         asked.append(cache)
         raise InvalidValue("seen")
 

@@ -1043,3 +1043,23 @@ def test_rows_taken_by_numbers_are_asked_for_once_and_rows_taken_by_a_mask_anew(
     for _ in range(2):
         assert shapes.result(by_numbers, memo).shape == (5, 4)
         assert memo.results is not None
+
+
+class Chunked(nn.Module):
+    """A layer that pads sequences to whole chunks of 256 tokens, as scans of state-space models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.out = nn.Embedding(64, 32), nn.Linear(32, 64)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        padded = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 256)).relu()
+        return self.out(padded[:, : x.shape[1]]).square().mean()
+
+
+def test_rules_that_short_sequences_agree_on_are_checked_at_a_longer_one():
+    """48, 80 and 112 tokens are all padded to 256, so that their sizes look as if they followed no length."""
+    for length in (300, 2048):
+        traced = memplan.trace(Chunked(), torch.zeros(2, length, dtype=torch.int64), device="cpu")
+        assert traced.limits == (0, length)

@@ -457,3 +457,75 @@ def test_cross_attention_in_float32_takes_what_its_kernel_allocates():
     assert n_bytes["sums of terms"] == n_heads * 16 * 4
     y, log_sums = [b.n_bytes for b in made if b.name.endswith("efficient_attention")][:2]
     assert (y, log_sums) == (n_heads * 16 * 32 * 4, n_heads * 32 * 4)
+
+
+class Biased(nn.Module):
+    """Attention with a bias that is trained, as T5's and Swin's are; `strided`: heads are its last dim."""
+
+    def __init__(self, *, strided: bool) -> None:
+        super().__init__()
+        self.tokens, self.heads = nn.Embedding(64, 64), nn.Linear(64, 64)
+        self.bias = nn.Embedding(16, 4)
+        self.strided = strided
+
+    def forward(self, ids):
+        q = self.heads(self.tokens(ids)).unflatten(-1, (4, 16)).transpose(1, 2)
+        places = torch.arange(ids.shape[1], device=ids.device)
+        bias = self.bias((places[:, None] - places).abs() % 16).permute(2, 0, 1)[None]
+        bias = bias if self.strided else bias.contiguous()
+        return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias).square().mean()
+
+
+@pytest.mark.parametrize("strided", [True, False])
+def test_a_mask_with_a_gradient_is_taken_by_the_kernel_that_pytorch_s_cuda_build_takes(strided):
+    """Without a GPU 2.13 takes separate products where the last dim is strided, else the efficient kernel."""
+    ids = torch.zeros(2, 112, dtype=torch.int64)
+    traced = memplan.trace(Biased(strided=strided), ids, device="cuda", precisions=["bf16"])
+    plan: dict[str, Any] = {"precision": "bf16", "micro_batch": 2}
+    for cluster in ("1xa100-80-sxm", "1xh100-sxm"):
+        e = memplan.estimate(traced, cluster=cluster, seq_len=64, **plan)
+        made = [event.buffer for _, event in unrolled(e.worst.record.step) if isinstance(event, Alloc)]
+        tiles = [buffer for buffer in made if buffer.name == "tiles of gradients"]
+        assert bool(tiles) != strided
+        of_scores = [buffer for buffer in made if buffer.n_bytes == 2 * 4 * 64 * 64 * (4 if strided else 2)]
+        assert of_scores
+    if not strided:
+        with pytest.raises(MissingRule, match="multiple of 16"):
+            memplan.estimate(traced, cluster="1xa100-80-sxm", seq_len=72, **plan)
+
+
+class Crossed(nn.Module):
+    """Attention between sequences of other lengths, whose output goes into the loss as it is."""
+
+    def __init__(self, d_head: int) -> None:
+        super().__init__()
+        self.d_head = d_head
+        self.q, self.kv = nn.Linear(4 * d_head, 4 * d_head), nn.Linear(4 * d_head, 4 * d_head)
+
+    def forward(self, x, context):
+        q, kv = (
+            own(given).unflatten(-1, (4, self.d_head)).transpose(1, 2)
+            for own, given in ((self.q, x), (self.kv, context))
+        )
+        return nn.functional.scaled_dot_product_attention(q, kv, kv).square().mean()
+
+
+@pytest.mark.parametrize(
+    "gpu, n_queries, n_keys, d_head, measured",
+    [
+        ("a100-80-sxm", 300, 77, 160, 31_670_172),
+        ("a100-80-sxm", 300, 77, 128, 27_647_388),
+        ("a100-80-sxm", 100, 300, 264, 50_599_044),
+        ("h100-sxm", 300, 77, 160, 80_145_940),
+    ],
+)
+def test_cross_attention_in_bf16_holds_what_was_measured(gpu, n_queries, n_keys, d_head, measured):
+    """Requested bytes of a third step of AdamW in PyTorch 2.13's CUDA software without a GPU.
+
+    FlashAttention divides keys, not queries, and copies a gradient that is not laid out by tokens; cuDNN's
+    does not.
+    """
+    inputs = {"x": torch.zeros(2, n_queries, 4 * d_head), "context": torch.zeros(2, n_keys, 4 * d_head)}
+    traced = memplan.trace(Crossed(d_head), inputs, device="cuda", precisions=["bf16"])
+    e = memplan.estimate(traced, cluster=f"1x{gpu}", precision="bf16", micro_batch=2, seq_len=1)
+    assert e.worst.peak_bytes == measured

@@ -52,8 +52,8 @@ def resolve(
     them.
 
     `implementation`: whose code trains it; None: the model's own, or the default of the preset or file.
-    `device`: whose kernels are traced where the architecture of a config.json has no family, or of a module,
-    which is traced in these `precisions`. `cache=False`: a config.json is traced anew
+    `device`: whose kernels are traced, in these `precisions`, where the architecture of a config.json has no
+    family, or of a module. `cache=False`: a config.json is traced anew
     (`memplan.tracing.cache`).
 
     >>> resolve("gpt2").n_blocks
@@ -100,7 +100,10 @@ def _of_repository(repository: str, how: Tracing) -> Model:
 
 def _of_file(path: str | os.PathLike[str], how: Tracing) -> Model:
     """The model of a trace or of a config.json."""
-    return model_from_trace(path) if is_trace(path) else model_from_config(path, how.device, cache=how.cache)
+    if is_trace(path):
+        return model_from_trace(path)
+    file = config_file(path)
+    return _of_config(file, model_name(file), how)
 
 
 def model_from_config(
@@ -108,11 +111,11 @@ def model_from_config(
 ) -> Model:
     """The Model that a `config.json` describes; `path` is the file or its folder.
 
-    An architecture that has a family is read without any other package; every other one that transformers
+    An architecture that has a family is read without any other package. Every other one that transformers
     knows, and one with a setting that its family has no rule for (dropout, say), is traced from its code, if
-    that is installed, with the kernels of `device`; its trace is kept in the user's cache folder, and made
-    anew if `cache` is False. Keys that are absent or null take transformers' defaults; keys that change no
-    size are ignored.
+    that is installed, with the kernels of `device` and the usual precisions. Its trace is kept in the user's
+    cache folder, and made anew if `cache` is False. Keys that are absent or null take transformers' defaults;
+    keys that change no size are ignored.
 
     Neglects: `rope_scaling` (it changes angles, no size) and, with a remark, the type that weights are loaded
     in (`dtype`) and that a vendor stores them in (`quantization_config`): the plan's precision decides.
@@ -171,7 +174,7 @@ def _traced(config: Config, name: str, how: Tracing) -> Model | None:
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
     try:
-        return traced_from_config(config, name, how.device, cache=how.cache)
+        return traced_from_config(config, name, how.device, how.precisions, cache=how.cache)
     except MissingPackage as missing:
         if missing.absent not in ("torch", "transformers"):
             raise

@@ -303,6 +303,7 @@ class TracedModel(Model):
         limits: the batch (0: any) and length that were traced, where nothing is known of others.
         neglects: the operations whose workspaces are not in the trace, but for what is `asked`.
         asked: the workspaces of convolutions as cuDNN was asked, for some GPUs and micro-batches.
+        lacks: packages that were not installed, in whose place transformers' own code was traced.
         attention: "eager" if transformers' eager attention was traced; else "".
         unused: the parameters that require a gradient and get none; they take what frozen ones take.
     """
@@ -327,6 +328,7 @@ class TracedModel(Model):
     limits: tuple[int, int] | None = None
     neglects: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
     attention: str = ""
     asked: Asked = field(default=Asked(), repr=False)
     digest: str = field(default="", init=False, repr=False)
@@ -357,6 +359,12 @@ class TracedModel(Model):
             yield (
                 f"{self.name} was traced with eager attention, which keeps the scores of all pairs of tokens "
                 "for the backward pass; a fused kernel (flash attention with sinks, say) would not."
+            )
+        if self.lacks:
+            packages = " and ".join(self.lacks)
+            yield (
+                f"{self.name} was traced without {packages}: what transformers computes in PyTorch instead "
+                "is counted, and their kernels may allocate otherwise."
             )
         known = self.asked.knows(device.name, micro_batch)
         if known:
@@ -546,6 +554,7 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         "limits": model.limits,
         **({"neglects": model.neglects} if model.neglects else {}),
         **({"unused": model.unused} if model.unused else {}),
+        **({"lacks": model.lacks} if model.lacks else {}),
         **({"attention": model.attention} if model.attention else {}),
         "tied": model.tied,
         "embed_parameters": _plain_tensors(model.embed_parameters),
@@ -734,6 +743,7 @@ def _model(data: Any) -> TracedModel:
         limits=None if limits is None else (_count(limits, 0), _count(limits, 1)),
         neglects=_texts(of("neglects", list | None) or [], "neglects"),
         unused=_texts(of("unused", list | None) or [], "unused"),
+        lacks=_texts(of("lacks", list | None) or [], "lacks"),
         attention=of("attention", str | None) or "",
         asked=Asked() if asked is None else _asked(_Reader(asked), known.convolutions),
         tied=of("tied", bool),

@@ -111,12 +111,13 @@ def attention_kernel(
     grouped: bool,
     dropout: bool,
     masked: bool = False,
+    mask_has_grad: bool = False,
 ) -> AttentionKernel:
     """The implementation that PyTorch chooses for causal attention; `grouped`: query heads share a key.
 
     cuDNN's drops probabilities in torch 2.11 only. It takes heads of up to 128, on Hopper of up to 256 before
     torch 2.14; from then on wide ones of 256 only. The memory-efficient one takes grouped heads from 2.14 on,
-    and heads of whole 16 bytes. Flash attention takes no mask on CUDA.
+    and heads of whole 16 bytes. Flash attention takes no mask on CUDA, cuDNN's none that has a gradient.
 
     Neglects: that cuDNN's is not taken for a single key.
 
@@ -126,6 +127,7 @@ def attention_kernel(
 
     Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (`select_sdp_backend`,
     `check_prefer_cudnn_attention`: compute capability 9.0, 10.0 and 10.3),
+    aten/src/ATen/native/transformers/sdp_utils_cpp.h (`check_attn_mask_shape`),
     aten/src/ATen/native/transformers/sdp_utils_cpp.cpp (`select_sdp_backend_cpp`).
     """
     if device.on_cpu:
@@ -137,6 +139,7 @@ def attention_kernel(
             device.at_least(9)
             and not device.at_least(11)
             and fits
+            and not mask_has_grad
             and (not dropout or torch_release < (2, 12))
         ):
             return "cudnn"

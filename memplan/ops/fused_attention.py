@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from memplan.kernels import cudnn_scratch, efficient_attention_bytes, flash_splits
 from memplan.record import ComputeKind
-from memplan.shapes import FP32, INT64, UINT8
+from memplan.shapes import FP32, INT64, UINT8, Shape
 from memplan.tape import Grads, Saved, Tape, Tensor
 
 
@@ -78,7 +78,7 @@ def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: bool) -> Tenso
     kv_shape = k.shape
     d_rounded = -(-d_head // 32) * 32 if d_head <= 128 else -(-d_head // 64) * 64
     seq_rounded = -(-seq // 128) * 128
-    n_splits = 1 if dropout else flash_splits(tape.context.device, batch, n_heads, seq, d_head)
+    n_splits = 1 if dropout else flash_splits(tape.context.device, batch, n_heads, seq, d_head, kv_shape[1])
 
     def backward_scratch(tape: Tape) -> None:
         with tape.workspace() as temporary:
@@ -129,8 +129,12 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor, dropout: bo
     return _attended(q, k, v, compute, backward_scratch, *masks)
 
 
-def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
+def efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, *masks: Tensor, mask_has_grad: bool = False
+) -> Tensor:
     """Saves q, k, v, a mask, the output and each row's log-sum-exp, rows padded to 32.
+
+    Of a mask that has a gradient, this is of each head of each sequence, with rows padded to 16.
 
     The kernel computes each row's dot product itself in a narrow type, on GPUs before A100 for short heads
     only; else separate operations do. From torch 2.14 on the random state is saved too, and grouped queries
@@ -168,7 +172,8 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, *masks: Tensor) -> Tens
             tape.new("sums of values", shape, FP32)
         return y, lse, *state
 
-    y = _attended(q, k, v, compute, backward_scratch, *masks)
+    of_mask = ((batch, n_heads, seq, -(-kv_shape[1] // 16) * 16),) if mask_has_grad else ()
+    y = _attended(q, k, v, compute, backward_scratch, *masks, of_mask=of_mask)
     y.head_major = False
     return y
 
@@ -180,19 +185,22 @@ def _attended(
     compute: Callable[[], Saved],
     backward_scratch: Callable[[Tape], None],
     *masks: Tensor,
+    of_mask: tuple[Shape, ...] = (),
 ) -> Tensor:
     """A kernel's output, laid out like q; saves q, k, v, all that `compute` returns, and masks.
 
-    Backward allocates the gradients of q, k and v, then takes and frees its scratch.
+    Backward allocates the gradients of q, k and v, and of a mask of this shape, if it has one, then takes
+    and frees its scratch.
     """
-    q_shape, kv_shape, dtype = q.shape, k.shape, q.dtype
+    shapes, dtype = (q.shape, k.shape, v.shape, *of_mask), q.dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grads = tuple([grad.tape.new("grad", shape, dtype) for shape in (q_shape, kv_shape, kv_shape)])
+        grads = tuple([grad.tape.new("grad", shape, dtype) for shape in shapes])
         backward_scratch(grad.tape)
         return grads
 
     y, *others = q.tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
     y.head_major, y.placements = q.head_major, q.placements
-    y.node = q.tape.node((q.node, k.node, v.node), (q, k, v, *masks, y.detach(), *others), backward)
+    inputs = q.node, k.node, v.node, *[None for _ in of_mask]
+    y.node = q.tape.node(inputs, (q, k, v, *masks, y.detach(), *others), backward)
     return y

@@ -145,53 +145,63 @@ def _grouped_product(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
     return (y,)
 
 
-Attention = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
-"""From queries, keys, values, whether there is dropout and whether there is a mask, to the output."""
+IN_ORDER: Final = "_in_order"
+"""The end of the name of a backward kernel whose output's gradient is not laid out by tokens."""
+
+AND_MASK: Final = "_and_mask"
+"""The end of the name of one that computes the gradient of a mask too."""
+
+Attention = Callable[[Tensor, Tensor, Tensor, bool, int], Tensor]
+"""From queries, keys, values, whether there is dropout and how there is a mask, to the output."""
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: int) -> Tensor:
+    return cudnn_attention(q, k, v, dropout=drops)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: int) -> Tensor:
     return flash_attention_cuda(q, k, v, dropout=drops)
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
+def _efficient_and_mask(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: int) -> Tensor:
+    return _efficient(q, k, v, drops, masked, mask_has_grad=True)
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: int, mask_has_grad: bool = False
+) -> Tensor:
     """Memory-efficient attention.
 
     Raises:
-        MissingRule: for a mask whose rows it would pad.
+        MissingRule: for a mask whose rows are padded otherwise than they were as it was traced, or whose
+            gradient's are, as sums of such gradients are not in place.
     """
-    if masked and k.shape[1] % 8:
+    n_keys = k.shape[1]
+    if masked and (masked - 1 != n_keys % 8 or (mask_has_grad and masked == 1 and n_keys % 16)):
         raise MissingRule(
-            f"memory-efficient attention to {k.shape[1]} keys with a mask has no rule for CUDA, as it pads "
-            "the mask's rows; use a number of keys that is a multiple of 8."
+            f"memory-efficient attention to {n_keys} keys with a mask has no rule for CUDA, as it pads "
+            f"the mask's rows; use a number of keys that is a multiple of {16 if mask_has_grad else 8}."
         )
-    return efficient_attention(q, k, v)
+    return efficient_attention(q, k, v, mask_has_grad=mask_has_grad)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, drops: bool, masked: bool) -> Tensor:
-    """Attention by the kernel that PyTorch takes on the GPU.
+FUSED: Final[Mapping[str, Attention]] = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}
+"""The fused kernels, by the names that `attention_kernel` gives them."""
+
+
+def _fused(tape: Tape, sizes: Sizes, dtype: DType) -> Attention:
+    """The fused kernel that PyTorch takes on the GPU.
 
     Raises:
-        MissingRule: it takes no fused one.
+        MissingRule: it takes none.
     """
-    context, grouped = q.tape.context, k.shape[2] != q.shape[2]
-    kernel = attention_kernel(
-        context.device,
-        context.torch_release,
-        q.dtype,
-        q.shape[3],
-        grouped=grouped,
-        dropout=drops,
-        masked=masked,
-    )
-    match kernel:
-        case "cudnn":
-            return cudnn_attention(q, k, v, dropout=drops)
-        case "flash":
-            return _flash(q, k, v, drops, masked)
-        case "efficient":
-            return _efficient(q, k, v, drops, masked)
+    *_, n_heads, n_kv_heads, d_head, drops, masked = sizes
+    how = {"grouped": n_heads != n_kv_heads, "dropout": bool(drops), "masked": bool(masked)}
+    kernel = attention_kernel(tape.context.device, tape.context.torch_release, dtype, d_head, **how)
+    if kernel in FUSED:
+        return FUSED[kernel]
     raise MissingRule(
-        f"attention with heads of {q.shape[3]} is several products on this GPU, and one kernel on an H100, "
+        f"attention with heads of {d_head} is several products on this GPU, and one kernel on an H100, "
         "where it was traced; use such a GPU."
     )
 
@@ -200,12 +210,13 @@ def _attended(rule: Attention, tape: Tape, sizes: Sizes, dtype: DType) -> tuple[
     """The node of attention, and what it has saved beside queries, keys and values.
 
     Sizes: batch, queries, keys, heads of queries and of keys, width of a head, whether there is dropout,
-    whether there is a mask.
+    and 0 without a mask, else 1 and by how much its rows are longer than whole 8s (8: they are not
+    aligned, and were not padded).
     """
     batch, n_queries, n_keys, n_heads, n_kv_heads, d_head, drops, masked = sizes
     q = Tensor(tape, (batch, n_queries, n_heads, d_head), dtype)
     k, v = (Tensor(tape, (batch, n_keys, n_kv_heads, d_head), dtype) for _ in range(2))
-    node = rule(q, k, v, bool(drops), bool(masked)).node
+    node = rule(q, k, v, bool(drops), masked).node
     if not isinstance(node, Node) or node.saved is None:
         raise MissingRule("attention has no backward pass here.")
     return node, node.saved[3:]
@@ -222,13 +233,26 @@ def _attention_backward(
 ) -> Results:
     """The gradients of queries, keys and values; `copies_grad`: the output's gradient is copied first.
 
-    Memory-efficient attention does so with a gradient that is not laid out by tokens.
+    All kernels but cuDNN's do so with a gradient that is not laid out by tokens.
 
-    Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu (`_efficient_attention_backward`).
+    Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu (`_efficient_attention_backward`,
+    `_flash_attention_backward`).
     """
     node, (y, *_) = _attended(rule, tape, sizes, dtype)
     tape.events.clear()
-    return tape.gradients(node, tape.new("grad by token", y.shape, dtype) if copies_grad else y)
+    copies = copies_grad and rule is not _cudnn
+    return tape.gradients(node, tape.new("grad by token", y.shape, dtype) if copies else y)
+
+
+def _fused_attention(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    return _attention(_fused(tape, sizes, dtype), tape, sizes, dtype)
+
+
+def _fused_attention_backward(
+    tape: Tape, sizes: Sizes, dtype: DType, *, copies_grad: bool = False
+) -> Results:
+    rule = _fused(tape, sizes, dtype)
+    return _attention_backward(rule, tape, sizes, dtype, copies_grad=copies_grad)
 
 
 class Kernel(NamedTuple):
@@ -246,13 +270,17 @@ KERNELS: Final[Mapping[str, Kernel]] = {
     "table_gradient": Kernel(4, _table_gradient),
     "norm_gradients": Kernel(4, _norm_gradients),
     "flash_attention": Kernel(8, partial(_attention, _flash)),
-    "flash_attention_backward": Kernel(8, partial(_attention_backward, _flash)),
-    "fused_attention": Kernel(8, partial(_attention, _fused)),
-    "fused_attention_backward": Kernel(8, partial(_attention_backward, _fused)),
+    "fused_attention": Kernel(8, _fused_attention),
     "efficient_attention": Kernel(8, partial(_attention, _efficient)),
-    "efficient_attention_backward": Kernel(8, partial(_attention_backward, _efficient)),
-    "efficient_attention_backward_in_order": Kernel(
-        8, partial(_attention_backward, _efficient, copies_grad=True)
-    ),
+    **{
+        f"{name}{IN_ORDER * copies}{and_mask}": Kernel(8, partial(rule, copies_grad=copies))
+        for copies in (False, True)
+        for name, and_mask, rule in (
+            ("flash_attention_backward", "", partial(_attention_backward, _flash)),
+            ("fused_attention_backward", "", _fused_attention_backward),
+            ("efficient_attention_backward", "", partial(_attention_backward, _efficient)),
+            ("efficient_attention_backward", AND_MASK, partial(_attention_backward, _efficient_and_mask)),
+        )
+    },
 }
 """Each kernel by its name."""

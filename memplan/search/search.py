@@ -320,7 +320,8 @@ def resolved(
     where = cluster_of(cluster, *changes)
     if "precision" in asked:
         asked["precision"] = values_of("precision", asked["precision"])
-    traced = {"precisions": asked.get("precision", ()), "cache": asked.pop("cache", True)}
+    usual = (Plan.__dataclass_fields__["precision"].default,)
+    traced = {"precisions": asked.get("precision", usual), "cache": asked.pop("cache", True)}
     code, device = asked.pop("implementation", None), where.gpu.device.type
     return resolve(model, code, device, **traced), where, asked
 

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from importlib.util import find_spec
@@ -36,34 +36,36 @@ PACKAGES: Final = ("torch", "transformers")
 """The packages whose code is traced."""
 
 
-def traced_from_config(config: Config, name: str, device: DeviceType, *, cache: bool) -> TracedModel:
+def traced_from_config(
+    config: Config, name: str, device: DeviceType, precisions: Sequence[str] = (), *, cache: bool
+) -> TracedModel:
     """The model of a config.json, from the cache or traced anew: `memplan.tracing.huggingface`.
 
     Raises:
         MissingPackage: what the trace needs is not installed, or is broken.
         MemplanError: as `memplan.tracing.huggingface.traced_from_config`.
     """
-    text = json.dumps(config.values, sort_keys=True)
-    return _kept(text, name, device) if cache else _traced(text, name, device)
+    asked = json.dumps(config.values, sort_keys=True), name, device, tuple(sorted({*precisions}))
+    return _kept(*asked) if cache else _traced(*asked)
 
 
 @lru_cache(maxsize=16)
-def _kept(text: str, name: str, device: DeviceType) -> TracedModel:
-    file = _entry(text, name, device)
+def _kept(text: str, name: str, device: DeviceType, precisions: tuple[str, ...]) -> TracedModel:
+    file = _entry(text, name, device, precisions)
     found = None if file is None else _read(file)
     if found is None:
-        found = _traced(text, name, device)
+        found = _traced(text, name, device, precisions)
         if file is not None:
             _write(file, found)
     return found
 
 
-def _traced(text: str, name: str, device: DeviceType) -> TracedModel:
+def _traced(text: str, name: str, device: DeviceType, precisions: tuple[str, ...]) -> TracedModel:
     config = Config(json.loads(text))
     with told(config.architecture or name, device), no_collection():
         with installed("this architecture", "huggingface"):
             from memplan.tracing import huggingface
-        return huggingface.traced_from_config(config, name, device)
+        return huggingface.traced_from_config(config, name, device, precisions)
 
 
 @contextmanager
@@ -93,7 +95,7 @@ def no_collection() -> AbstractContextManager[None]:
     return setting(gc.isenabled, lambda on: gc.enable() if on else gc.disable(), False)
 
 
-def _entry(text: str, name: str, device: DeviceType) -> Path | None:
+def _entry(text: str, name: str, device: DeviceType, precisions: tuple[str, ...]) -> Path | None:
     """The file of an entry; None if there is no place for it, or code is traced that is no release."""
     found = {path: os.listdir(path) for path in dict.fromkeys(sys.path) if os.path.isdir(path)}
     releases = {one for names in found.values() for one in names if one.endswith(".dist-info")}
@@ -108,7 +110,7 @@ def _entry(text: str, name: str, device: DeviceType) -> Path | None:
         beside = [one for one in found.get(where, ()) if one.startswith(f"{package}-") and one in releases]
         if not beside:  # a checkout, whose code may change
             return None
-    follows_from = text, name, device, sys.version, sorted(releases), _own_code()
+    follows_from = text, name, device, precisions, sys.version, sorted(releases), _own_code()
     key = hashlib.sha256(json.dumps(follows_from).encode()).hexdigest()
     return Path(platformdirs.user_cache_dir("memplan")) / "traces" / key
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memplan.errors import MissingRule
 from memplan.models.traced import CONVOLUTIONS, CONVOLVED
+from memplan.ops.kernel_calls import AND_MASK, IN_ORDER
 from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, IMAGE_DIMS, Scratch
 from memplan.tracing.shapes import ATEN, dtype_name
 
@@ -153,17 +154,26 @@ def _attention(name: str, at: Places, args: Sequence[Any], results: Sequence[Ten
 
 
 def _attention_backward(name: str, at: Places, args: Sequence[Any], results: Sequence[Tensor]) -> Called:
-    copies = name == "efficient_attention" and not args[0].transpose(1, 2).is_contiguous()
-    called = f"{name}_backward{'_in_order' if copies else ''}"
-    return Called(called, _attended(args[1], args[2], at, args), dtype_name(args[1].dtype), 3)
+    copies = not args[0].transpose(1, 2).is_contiguous()
+    called = f"{name}_backward{IN_ORDER * copies}{AND_MASK * (len(results) - 3)}"
+    return Called(called, _attended(args[1], args[2], at, args), dtype_name(args[1].dtype), len(results))
 
 
 def _attended(q: Tensor, k: Tensor, at: Places, args: Sequence[Any]) -> tuple[int, ...]:
-    """Batch, queries, keys, heads of queries and of keys, width of a head; dropout or not; mask or not."""
-    batch, n_heads, n_queries, d_head = q.shape
+    """The sizes that kernels of attention take (`memplan.ops.kernel_calls`)."""
+    (batch, n_heads, n_queries, d_head), n_keys = q.shape, k.shape[2]
     drops = len(args) > at.dropout and args[at.dropout] > 0
-    masked = at.mask is not None and args[at.mask] is not None
-    return batch, n_queries, k.shape[2], n_heads, k.shape[1], d_head, int(drops), int(masked)
+    mask = None if at.mask is None else args[at.mask]
+    masked = 0 if mask is None else 1 + (n_keys % 8 if has_whole_rows(mask) else 8)
+    return batch, n_queries, n_keys, n_heads, k.shape[1], d_head, int(drops), masked
+
+
+def has_whole_rows(mask: Tensor) -> bool:
+    """Whether memory-efficient attention takes a mask as it is: its rows are whole 8s apart.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp (`aligned_tensor`).
+    """
+    return not any(stride % 8 for stride in mask.stride()[:-1])
 
 
 def _sort(given: Tensor, dim: int) -> Called | None:

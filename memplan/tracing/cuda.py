@@ -24,6 +24,7 @@ from memplan.models.traced import DTYPES
 from memplan.ops.attention import attention_kernel
 from memplan.tracing.autocast import autocast_of
 from memplan.tracing.cache import setting
+from memplan.tracing.calls import has_whole_rows
 from memplan.tracing.shapes import ATEN, MAKE, dtype_name
 
 CUDA: Final = torch.device("cuda", 0)
@@ -269,23 +270,30 @@ def _attention(
 ) -> Tensor:
     """Attention by the kernel that PyTorch chooses on an H100; others are chosen when the GPU is known.
 
-    Raises:
-        MissingRule: for a mask with a gradient.
+    No fused kernel takes a mask whose last dim is strided, as T5's is, on any GPU.
 
     Source: aten/src/ATen/native/transformers/attention.cpp (`scaled_dot_product_attention`,
-    `convert_boolean_attn_mask`).
+    `convert_boolean_attn_mask`, `preprocess_mask`), aten/src/ATen/native/transformers/sdp_utils_cpp.h
+    (`check_last_dim_stride_equals_1_dense`).
     """
-    d_head, dtype = query.shape[-1], DTYPES[dtype_name(query.dtype)]
-    grouped, drops, masked = query.shape[1] != key.shape[1], dropout_p > 0, attn_mask is not None
-    kernel = attention_kernel(H100, RELEASE, dtype, d_head, grouped=grouped, dropout=drops, masked=masked)
-    if attn_mask is not None and attn_mask.requires_grad:
-        raise MissingRule("attention with a mask that has a gradient has no rule for CUDA.")
-    if attn_mask is not None and attn_mask.dtype == torch.bool and kernel != "math":
+    d_head, dtype, mask = query.shape[-1], DTYPES[dtype_name(query.dtype)], attn_mask
+    how = {"grouped": query.shape[1] != key.shape[1], "dropout": dropout_p > 0, "masked": mask is not None}
+    kernel = attention_kernel(
+        H100, RELEASE, dtype, d_head, **how, mask_has_grad=mask is not None and mask.requires_grad
+    )
+    if mask is not None and mask.stride(-1) != 1:
+        kernel = "math"
+    if mask is not None and mask.dtype == torch.bool and kernel != "math":
         allowed, other = (ATEN.scalar_tensor(x, dtype=query.dtype, device=CUDA) for x in (0.0, -math.inf))
-        attn_mask = ATEN.where(attn_mask, allowed, other)
+        mask = ATEN.where(mask, allowed, other)
+    if mask is not None and kernel == "efficient":
+        if not has_whole_rows(mask):
+            n_keys = mask.shape[-1]
+            mask = ATEN.constant_pad_nd(mask, (0, 8 - n_keys % 8))[..., :n_keys]
+        mask = mask.expand(*query.shape[:3], key.shape[2])
     if kernel == "math":
         causal = {"scale": scale, "enable_gqa": enable_gqa}
-        operands = query, key, value, attn_mask, dropout_p, is_causal, None
+        operands = query, key, value, mask, dropout_p, is_causal, None
         return cast(Tensor, ATEN._scaled_dot_product_attention_math(*operands, **causal)[0])
     if kernel != "flash":
         fused = {
@@ -293,7 +301,7 @@ def _attention(
             "efficient": ATEN._scaled_dot_product_efficient_attention,
         }[kernel]
         keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        args = query, key, value, attn_mask, keeps, dropout_p, is_causal
+        args = query, key, value, mask, keeps, dropout_p, is_causal
         return cast(Tensor, fused(*args, scale=scale)[0])
     scale = d_head**-0.5 if scale is None else scale
     pad = -d_head % 8

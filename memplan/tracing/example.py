@@ -68,9 +68,9 @@ class Example:
 def checked_example(
     module: nn.Module,
     example_inputs: Any,
-    loss: Loss | None,
-    targets: Tensor | None,
-    sequence: Sequence[str | int] | None,
+    loss: Loss | None = None,
+    targets: Tensor | None = None,
+    sequence: Sequence[str | int] | None = None,
 ) -> Example:
     """The example of a module and its arguments, checked.
 

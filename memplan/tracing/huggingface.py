@@ -4,7 +4,7 @@ The file says sizes only: code that it names (`auto_map`) is never fetched or ru
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
 from unittest.mock import patch
@@ -28,10 +28,15 @@ from memplan.errors import (
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.traced import TracedModel
-from memplan.tracing.tracer import trace
+from memplan.tracing.cuda import CUDA
+from memplan.tracing.example import checked_example
+from memplan.tracing.tracer import RUNS, USUAL, traced
 
-LENGTH: Final = 96
-"""Tokens of the example; what is traced holds for any length."""
+LENGTH: Final = 704
+"""Tokens of the example, if the model takes so many; what is traced holds for any length.
+
+No multiple of the lengths that code divides a sequence into, 128 and 256, so that their padding shows.
+"""
 
 IMAGE: Final = 224
 """Rows and columns of an image, where the file does not say."""
@@ -46,10 +51,13 @@ LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "enco
 """Names of the number of blocks."""
 
 
-def traced_from_config(config: Config, name: str, device: DeviceType) -> TracedModel:
+def traced_from_config(
+    config: Config, name: str, device: DeviceType, precisions: Sequence[str] = ()
+) -> TracedModel:
     """The model of a config.json whose `model_type` transformers knows.
 
-    Its class is that of `architectures`, else the first of its type's that `TASKS` knows.
+    Its class is that of `architectures`, else the first of its type's that `TASKS` knows. It is traced for
+    those of these precisions that are memplan's own; for the usual ones where there are none.
 
     Raises:
         MissingPackage: transformers, or what it imports for the class, is not installed or is broken.
@@ -77,7 +85,10 @@ def traced_from_config(config: Config, name: str, device: DeviceType) -> TracedM
         longest = _longest(settings)
         inputs = TASKS[task](settings, min(LENGTH, longest))
         known = longest if "input_ids" in inputs else None
-        return trace(module, inputs, name=name, max_seq_len=known, device=device)
+        example = checked_example(module, inputs)
+        runs_on = torch.device("cpu") if device == "cpu" else CUDA
+        asked = [precision for precision in precisions if precision in RUNS] or USUAL
+        return traced(example, runs_on, None, asked, known, name, any_length=True)
     except MemplanError:
         raise
     except Exception as error:

@@ -5,6 +5,7 @@ so that Python code sees values where it looks at them. Autograd is PyTorch's ow
 something refers to it.
 """
 
+import re
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -177,6 +178,7 @@ class Recorder(ShapesMode):
         self.kinds: dict[int, Kind] = {}
         """The kind of each storage that is no temporary."""
         self.neglected: dict[str, None] = {}
+        self.lacks: dict[str, None] = {}
         """Operations whose workspaces are not recorded."""
         self.adds_in_place = False
         """Whether a function runs that adds in place: a linear layer's bias, an attention's mask."""
@@ -357,6 +359,14 @@ class Recorder(ShapesMode):
         kernel = kernel_called(func, args, kwargs, results) if self.device.type == "cuda" else None
         scratch = () if kernel is not None else scratch_of(func, args, results, self.device)
         return Taken(kernel, scratch, computed_of(func, args, kwargs, results, out))
+
+    def note_fallback(self, said: str) -> None:
+        """Note the package that transformers says is not installed, in whose place its own code runs.
+
+        Source: transformers.integrations.hub_kernels (`use_kernel_func_from_hub_with_fallback`).
+        """
+        if found := re.search("because `([^`]+)` is not installed", said):
+            self.lacks[found[1]] = None
 
     def _record(self, operation: Operation, results: Sequence[Tensor], taken: Taken) -> None:
         """Record the events of an operation."""

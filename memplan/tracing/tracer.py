@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import groupby, islice
-from math import gcd
+from math import gcd, isqrt
 from typing import Any, Final, cast, get_args
 from unittest.mock import patch
 
@@ -43,7 +43,7 @@ from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
 from memplan.tracing.example import Example, Loss, Stack, checked_example, stacks_of, structure_of
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section, Unit, Unlike
 from memplan.tracing.shapes import Shapes, dtype_name
-from memplan.tracing.units import Parts, Point, parts_of, recording_of, shape_of
+from memplan.tracing.units import OfOneSize, Parts, Point, parts_of, recording_of, shape_of
 from memplan.tracing.values import UnknownValue, known_value
 
 RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
@@ -54,6 +54,9 @@ RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "fp16-mixed": (("float32", "float16"), ("float16", "")),
 }
 """Types of weights and of autocast that a plan's precision runs in; mixed ones under DDP and under FSDP2."""
+
+USUAL: Final = ("fp32", "bf16", "bf16-mixed")
+"""The precisions that are traced unless others are named."""
 
 BATCHES: Final = (2, 3, 5)
 """Batches that are traced, for each variant; the third checks the rules of sizes that two give.
@@ -76,6 +79,9 @@ MOST_MASKED: Final = 1 << 20
 ADD_IN_PLACE: Final = ("linear", "scaled_dot_product_attention")
 """Functions of `torch.nn.functional` that add a bias or a mask in place (`Recorder.adds_in_place`)."""
 
+FLAG: Final = "gradient_checkpointing"
+"""Of transformers' modules whether blocks are recomputed: of a layer by its class, of others by their own."""
+
 ONE_THREAD: Final = partial(setting, torch.get_num_threads, torch.set_num_threads, 1)
 """A block in which a mask is not divided among threads, which takes longer than to compute it."""
 
@@ -91,7 +97,7 @@ def trace(
     targets: Tensor | None = None,
     blocks: str | Sequence[str] | None = None,
     sequence: Sequence[str | int] | None = None,
-    precisions: Sequence[str] = ("fp32", "bf16", "bf16-mixed"),
+    precisions: Sequence[str] = USUAL,
     max_seq_len: int | None = None,
     name: str = "",
     device: DeviceType = "cuda",
@@ -129,6 +135,25 @@ def trace(
     """
     runs_on = _checked_device(device, executed=executed)
     example = checked_example(module, example_inputs, loss, targets, sequence)
+    return traced(example, runs_on, blocks, precisions, max_seq_len, name, executed=executed)
+
+
+def traced(
+    example: Example,
+    runs_on: torch.device,
+    blocks: str | Sequence[str] | None = None,
+    precisions: Sequence[str] = USUAL,
+    max_seq_len: int | None = None,
+    name: str = "",
+    *,
+    executed: bool = False,
+    any_length: bool = False,
+) -> TracedModel:
+    """The model of an example; where it is for `any_length`, one of the example's own length is refused.
+
+    Raises:
+        MemplanError: as `trace`.
+    """
     if isinstance(precisions, str) or not precisions:
         raise InvalidValue(
             f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
@@ -137,8 +162,8 @@ def trace(
     plays_cuda = runs_on == CUDA and not executed
     shapes = Shapes(CudaTensors() if plays_cuda else None)
     why = ""
-    for stacks in stacks_of(module, blocks):
-        tracer = _Tracer(example, stacks, shapes, runs_on, executes=executed)
+    for stacks in stacks_of(example.module, blocks):
+        tracer = _Tracer(example, stacks, shapes, runs_on, executes=executed, any_length=any_length)
         try:
             with no_collection(), ONE_THREAD(), without_a_gpu() if plays_cuda else nullcontext():
                 recordings, limits = _of_known_kinds(tracer, list(runs))
@@ -192,12 +217,14 @@ class _Tracer:
         device: torch.device,
         *,
         executes: bool,
+        any_length: bool,
     ) -> None:
         self.example = example
         self.stacks = stacks
         self.shapes = shapes
         self.device = device
         self.executes = executes
+        self.any_length = any_length and example.has_sequence
         self.units = {block: unit for stack in stacks for block, unit in _units_of(stack)}
         self.paths = {unit.path: unit for unit in self.units.values()}
         self.names = _common_names(example.module, self.units.values())
@@ -205,6 +232,8 @@ class _Tracer:
         self.ends = {"embed": before, "head": after} if stacks else {}
         self.neglected: dict[str, None] = {}
         """Operations whose workspaces are not recorded, in any run."""
+        self.lacks: dict[str, None] = {}
+        """Packages that are not installed, for which transformers' own code ran, in any run."""
         self.unused: frozenset[str] | None = None
         """The parameters that require a gradient and get none, in every run; None before the first."""
         self.whole: Parts | None = None
@@ -318,7 +347,7 @@ class _Tracer:
                     stack.callback(hook.remove)
                 stack.enter_context(self._watched(recorder, variant))
                 if recompute == "full":
-                    stack.enter_context(_inputs_require_grads(self.example.module))
+                    stack.enter_context(_checkpointing(self.example.module))
                 recorder.events.clear()
                 stack.enter_context(recorder)
                 try:
@@ -337,6 +366,7 @@ class _Tracer:
                     ) from error
                 self._note_unused(parameters)
         self.neglected |= recorder.neglected
+        self.lacks |= recorder.lacks
         self._check_called(recorder)
         return parts_of(recorder, labels)
 
@@ -692,29 +722,36 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
     yield setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False)
     yield patch.object(torch, "get_rng_state", random_state_seen)
     yield patch.object(FakeTensor, "tolist", listed)
+    kernels = sys.modules.get("transformers.integrations.hub_kernels")
+    if kernels is not None:
+        yield patch.object(kernels.logger, "warning_once", recorder.note_fallback)
     asks = sys.modules.get("transformers.utils.import_utils")
     if asks is not None and hasattr(asks, "is_fake_tensor"):
         yield patch.object(asks, "is_fake_tensor", lambda tensor: False)
 
 
 @contextmanager
-def _inputs_require_grads(module: nn.Module) -> Iterator[None]:
-    """Makes token embeddings require gradients, as transformers' checkpointing does even if they are frozen.
+def _checkpointing(module: nn.Module) -> Iterator[None]:
+    """Tells a module of transformers that its blocks are recomputed, though here the tracer recomputes them.
 
-    Source: transformers.modeling_utils (`PreTrainedModel.activation_checkpointing_enable`).
+    Token embeddings require gradients even if they are frozen. Modules whose flag is their own see it: T5's
+    attention makes zeros that require a gradient where a stack has no position bias.
+
+    Source: transformers.modeling_utils (`PreTrainedModel.gradient_checkpointing_enable`),
+    transformers.models.t5.modeling_t5 (`T5Attention.forward`).
     """
+    owner = cast(Any, module)
     hooked = getattr(module, "main_input_name", "") == "input_ids" and hasattr(
         module, "enable_input_require_grads"
     )
-    if not hooked:
+    with ExitStack() as stack:
+        for one in module.modules():
+            if vars(one).get(FLAG) is False and not hasattr(type(one), FLAG):
+                stack.enter_context(patch.object(one, FLAG, True))
+        if hooked:
+            owner.enable_input_require_grads()
+            stack.callback(owner.disable_input_require_grads)
         yield
-        return
-    owner = cast(Any, module)
-    owner.enable_input_require_grads()
-    try:
-        yield
-    finally:
-        owner.disable_input_require_grads()
 
 
 # --- Recordings ---
@@ -742,7 +779,9 @@ def _recordings(
     for lengths in dict.fromkeys(tried):
         try:
             found = _for_any_batch(tracer, runs, lengths)
-        except (MissingRule, Unlike):
+        except (MissingRule, Unlike) as error:
+            if tracer.any_length and isinstance(error, OfOneSize):
+                raise _of_one_length(tracer) from error
             continue
         return found, None if lengths[0] != length or not tracer.example.has_sequence else (0, length)
     alone: dict[Variant, Recording] = {}
@@ -755,6 +794,19 @@ def _recordings(
             continue
         alone[variant._replace(alone=batch == 1)] = recording_of([parts], [(batch, length)])
     return alone, (batch, length)
+
+
+def _of_one_length(tracer: _Tracer) -> MissingRule:
+    """The error for a module that is known at the traced lengths only."""
+    what, packages = "what it does differs at each", " and ".join(tracer.lacks)
+    trace_it = "trace it with inputs of your length: memplan.trace(module, inputs)."
+    if packages:
+        what = f"{packages} are not installed, and what transformers computes instead differs at each"
+        trace_it = f"{trace_it[:-2]}, executed=True), on a GPU that has them."
+    return MissingRule(
+        f"{type(tracer.example.module).__name__} follows no rule of the length: {what}; {trace_it}",
+        kind="a module that is known at the traced lengths only",
+    )
 
 
 def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Variant]:
@@ -775,9 +827,9 @@ def _for_any_batch(
     """Each variant that PyTorch runs, for any batch, and for any length if there are several."""
     found: dict[Variant, Recording] = {}
     several, alone = (list(zip(batches, lengths, strict=True)) for batches in (BATCHES, (1, 1, 1)))
-    example = [tracer.example.point] if _can_be_checked(tracer.example.point) else []
+    longer = [one for one in _check_points(tracer.example) if one[1] in lengths or len({*lengths}) > 1]
     for variant in _variants(tracer, runs):
-        points = [*several, *([] if found else example)]
+        points = [*several, *([] if found else longer)]
         try:
             found[variant] = _agreed(tracer, variant, points)
         except (NotRun, _Fails):
@@ -800,20 +852,25 @@ def _is_new(variant: Variant, found: Iterable[Variant]) -> bool:
     return bool(types) and variant.weights not in types
 
 
-def _can_be_checked(point: Point) -> bool:
-    """Whether a run of the example's own size is like the others, and its masks are small."""
-    batch, length = point
-    return batch > 1 and batch * length**2 <= MOST_MASKED
+def _check_points(example: Example) -> list[Point]:
+    """The size at which rules are checked: the example's, or a shorter one whose masks are small."""
+    batch, length = example.point
+    shorter = min(length, isqrt(MOST_MASKED // batch) // 16 * 16)
+    return [(batch, shorter)] if batch > 1 and shorter in (length, *range(max(LENGTHS), length)) else []
 
 
 def _agreed(tracer: _Tracer, variant: Variant, points: Iterable[Point]) -> Recording:
-    """The recording that runs of several sizes agree on."""
-    each = list(dict.fromkeys(points))
-    return recording_of([tracer.run(point, variant) for point in each], each)
+    """The recording that runs of several sizes agree on; the first three must before a fourth, longer one."""
+    each, runs = list(dict.fromkeys(points)), list[Parts]()
+    for point in each:
+        if len(runs) == len(BATCHES):
+            recording_of(runs, each[: len(runs)])
+        runs.append(tracer.run(point, variant))
+    return recording_of(runs, each)
 
 
 def _lengths(example: Example) -> tuple[int, ...]:
-    """The lengths that are traced: no dims of weights, so that sizes tell them apart."""
+    """The lengths that are traced: no dims of weights, so that sizes tell them apart, and aligned alike."""
     length = example.point[1]
     if not example.has_sequence:
         return (1, 1, 1)
@@ -821,7 +878,7 @@ def _lengths(example: Example) -> tuple[int, ...]:
         raise InvalidValue(f"the example's sequence has {length} tokens; give one of {LEAST_LENGTH} or more.")
     usual = LENGTHS if length >= max(LENGTHS) else (length * 3 // 4, length, length // 2)
     dims = {n for parameter in example.module.parameters() for n in parameter.shape}
-    found = [next((m for m in range(n, 0, -gcd(n, 8)) if m not in dims), n) for n in usual]
+    found = [next((m for m in range(n, 0, -gcd(n, 16)) if m not in dims), n) for n in usual]
     return tuple(found) if len({*found}) == len(usual) else usual
 
 
@@ -861,6 +918,7 @@ def _model(
         limits=limits,
         neglects=tuple(tracer.neglected),
         unused=tuple(sorted(unused)),
+        lacks=tuple(tracer.lacks),
         attention="eager" if getattr(config, "_attn_implementation", None) == "eager" else "",
     )
 

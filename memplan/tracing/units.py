@@ -73,6 +73,10 @@ def parts_of(recorder: Recorder, labels: Mapping[str, int]) -> Parts:
     return _Step(recorder, labels).parts()
 
 
+class OfOneSize(MissingRule):
+    """What happens at several sizes follows from no rule."""
+
+
 class _Step:
     """A recorded step, in which blocks of one kind become one block.
 
@@ -446,7 +450,7 @@ def size_of(values: Sequence[int], points: Sequence[Point]) -> Size:
     ]
     if found:
         return min(found, key=lambda terms: sum([abs(term.factor) for term in terms]))
-    raise MissingRule(f"sizes {values} follow from no rule of batch and length.")
+    raise OfOneSize(f"sizes {values} follow from no rule of batch and length.")
 
 
 def _solved(values: Sequence[int], of_one: Sequence[int], of_other: Sequence[int]) -> tuple[int, int] | None:
@@ -495,7 +499,7 @@ def recording_of(runs: Sequence[Parts], points: Sequence[Point]) -> Recording:
         for part, mine in first.parts.items():
             its = other.parts.get(part, ())
             if [_skeleton(e) for e in mine] != [_skeleton(e) for e in its]:
-                raise Unlike(f"{part}: other things happen where sizes differ")
+                raise OfOneSize(f"{part}: other things happen where sizes differ.")
     buffers = [
         _buffer(stored, kind, points)
         for stored, kind in zip(zip(*[r.storages for r in runs], strict=True), first.kinds, strict=True)
@@ -527,17 +531,17 @@ def _buffer(stored: Sequence[Stored], kind: Kind, points: Sequence[Point]) -> Tr
     dtype = DTYPES.get(one.dtype) or DType(one.dtype, one.itemsize)
     all_bytes = [each.n_bytes for each in stored]
     if len({len(each.shape) for each in stored}) > 1:
-        raise Unlike(f"{one.name} has other dims where sizes differ")
+        raise OfOneSize(f"{one.name} has other dims where sizes differ.")
     try:
         shape = shape_of([each.shape for each in stored], points)
+        n_bytes = product((Term(one.itemsize),), *shape)
+        if [size_at(n_bytes, *point) for point in points] != all_bytes:  # the storage is not its alone
+            n_bytes = size_of(all_bytes, points)
+            shape = (size_of([n // one.itemsize for n in all_bytes], points),)
     except MissingRule:
         if not one.by_kernel:
             raise
-        return TracedBuffer(one.name, (), dtype, (Term(0),), kind)
-    n_bytes = product((Term(one.itemsize),), *shape)
-    if [size_at(n_bytes, *point) for point in points] != all_bytes:  # the storage is not the tensor's alone
-        n_bytes = size_of(all_bytes, points)
-        shape = (size_of([n // one.itemsize for n in all_bytes], points),)
+        shape, n_bytes = (), (Term(0),)
     return TracedBuffer(one.name, shape, dtype, n_bytes, kind)
 
 
