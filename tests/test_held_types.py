@@ -81,7 +81,7 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hf-llama-lora-bf16", "own-checkpoints"])
+@pytest.mark.parametrize("name", ["hf-llama-lora-bf16", "hf-llama-peft-bf16", "own-checkpoints"])
 def test_cpu_ranks_hold_and_send_what_is_said(name):
     """States and collectives to the byte, peaks within the tolerance, as `validate` judges real runs."""
     model = shipped_trace(name)
@@ -107,14 +107,18 @@ NARROW: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.slow
 def test_cpu_ranks_hold_bfloat16_weights_as_each_precision_says():
-    """Measured by PyTorch on CPU ranks over gloo: states, collectives and peaks to the byte."""
+    """Measured by PyTorch on CPU ranks over gloo: states and collectives to the byte, peaks but for 10 bytes.
+
+    Those are the number that AdamW's division takes as a tensor, of 8 bytes and of 2 in bfloat16.
+    """
     cases = [
         Case(name=str(plan), model=SMALL_MODELS["llama-small"], plan=plan_of(seq_len=64, **plan))
         for plan in NARROW
     ]
     with judging(None) as judge, closing(swept(cases, judge, BUDGET)) as fresh:
         found = {r.case["name"]: (r.states_off_bytes, r.collectives_off, r.peak_error) for r in fresh}
-    assert found == {case.name: (0, 0, 0.0) for case in cases}
+    assert {name: off[:2] for name, off in found.items()} == {case.name: (0, 0) for case in cases}
+    assert all(-2e-6 < peak_error <= 0 for *_, peak_error in found.values()), found
 
 
 def test_gradients_in_float32_need_fsdp2():
