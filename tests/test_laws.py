@@ -478,7 +478,7 @@ def test_tensor_ranks_divide_some_weights_and_repeat_the_others(case):
 @laws(80)
 @given(cases(tp=st.just(1), zero=st.sampled_from([0, 1]), dp=st.integers(2, 3)))
 def test_pipeline_stages_cover_the_model(case):
-    itemsize = 2 if case.plan.precision == "bf16" else 4
+    itemsize = case.plan.formats.stored.itemsize
     stages = [case._replace(stage=stage).on() for stage in range(case.plan.pp)]
     assert sum(s.states.weights_bytes for s in stages) == itemsize * parameter_count(case.model)
     layers = [layer for stage in stages for layers in stage.layers for layer in layers]

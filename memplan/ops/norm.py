@@ -231,11 +231,11 @@ def _scaled(left: Tensor, right: Tensor, name: str) -> Tensor:
 
 def _fused_rms_norm(x: Tensor, of: Parameter, name: str) -> Tensor:
     weight, x = in_fp32_on_cuda(x.tape.weight(of)), in_fp32_on_cuda(x)
-    tape, shape, dtype = x.tape, x.shape, x.dtype
+    tape, shape, dtype, w_dtype = x.tape, x.shape, x.dtype, weight.dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.tape.grad_of(0, shape, dtype)
-        grads = [grad.tape.grad_of(1, shape[-1:], weight.dtype)]
+        grads = [grad.tape.grad_of(1, shape[-1:], w_dtype)]
         sum_partial_rows(grads, n_elements(shape[:-1]))
         return grad_x, *grads
 

@@ -44,7 +44,13 @@ IMAGE: Final = 224
 NOT_READ: Final = ("auto_map", "torch_dtype", "dtype", "attn_implementation", "use_cache")
 """Keys that say where code is, or what a plan says."""
 
-LENGTHS: Final = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+LENGTHS: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "seq_length",
+    "max_seq_len",
+    "max_target_positions",
+)
 """Names of the trained length."""
 
 LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
@@ -83,7 +89,7 @@ def traced_from_config(
             settings.get_text_config().use_cache = False
             module = its_class._from_config(settings)
         longest = _longest(settings)
-        inputs = TASKS[task](settings, min(LENGTH, longest))
+        inputs = TASKS[task](settings, _example_length(settings))
         known = longest if "input_ids" in inputs else None
         example = checked_example(module, inputs)
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
@@ -109,13 +115,19 @@ def inputs_of(module: nn.Module) -> Mapping[str, Tensor] | None:
         return None
     settings: Any = module.config
     task, _ = _class_of(settings.model_type, type(module).__name__)
-    return TASKS[task](settings, min(LENGTH, _longest(settings)))
+    return TASKS[task](settings, _example_length(settings))
 
 
 def _longest(settings: Any) -> int:
     """The trained length."""
     of_text = settings.get_text_config()
     return next((found for key in LENGTHS if (found := getattr(of_text, key, None))), LENGTH)
+
+
+def _example_length(settings: Any) -> int:
+    """Tokens of an example: whole 16s, fewer than the trained length, as RoBERTa's positions begin at 2."""
+    shorter = min(LENGTH, _longest(settings) * 15 // 16)
+    return shorter // 16 * 16 or _longest(settings)
 
 
 def _unknown(kind: Any, config: Config, transformers: Any) -> UnknownName:

@@ -878,8 +878,11 @@ def _lengths(example: Example) -> tuple[int, ...]:
         raise InvalidValue(f"the example's sequence has {length} tokens; give one of {LEAST_LENGTH} or more.")
     usual = LENGTHS if length >= max(LENGTHS) else (length * 3 // 4, length, length // 2)
     dims = {n for parameter in example.module.parameters() for n in parameter.shape}
-    found = [next((m for m in range(n, 0, -gcd(n, 16)) if m not in dims), n) for n in usual]
-    return tuple(found) if len({*found}) == len(usual) else usual
+    for apart in (16, 8):
+        found = [next((m for m in range(n, 0, -gcd(n, apart)) if m not in dims), n) for n in usual]
+        if len({*found}) == len(usual) and dims.isdisjoint(found):
+            return tuple(found)
+    return usual
 
 
 def _model(
