@@ -856,7 +856,7 @@ def _check_points(example: Example) -> list[Point]:
     """The size at which rules are checked: the example's, or a shorter one whose masks are small."""
     batch, length = example.point
     shorter = min(length, isqrt(MOST_MASKED // batch) // 16 * 16)
-    return [(batch, shorter)] if batch > 1 and shorter in (length, *range(max(LENGTHS), length)) else []
+    return [(batch, shorter)] if batch > 1 and shorter >= min(length, max(LENGTHS)) else []
 
 
 def _agreed(tracer: _Tracer, variant: Variant, points: Iterable[Point]) -> Recording:
