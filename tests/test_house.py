@@ -29,10 +29,11 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 
 ADDED_SECONDS = """
 import time
-import numpy
 start = time.thread_time()
+import numpy
+after = time.thread_time()
 import memplan
-print(time.thread_time() - start)
+print(after - start, time.thread_time() - after)
 """
 """Of the importing thread: NumPy's own threads are still starting, and the process's time counts them."""
 
@@ -52,9 +53,13 @@ def test_import_loads_nothing_heavy():
 
 
 def test_import_adds_under_a_tenth_of_a_second_to_numpy(tmp_path):
-    """Of modules that were compiled before, as an installed package's are."""
+    """Of modules that were compiled before, as an installed package's are.
+
+    On a machine that is busy, where NumPy takes longer than a tenth of a second, memplan takes less than NumPy.
+    """
     compiled = f"pycache_prefix={tmp_path}"
-    assert min(float(python(ADDED_SECONDS, "-X", compiled)) for _ in range(5)) < 0.1
+    runs = [map(float, python(ADDED_SECONDS, "-X", compiled).split()) for _ in range(5)]
+    assert min([added / max(0.1, numpys) for numpys, added in runs]) < 1
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.name)
