@@ -55,7 +55,7 @@ def test_import_loads_nothing_heavy():
 def test_import_adds_under_a_tenth_of_a_second_to_numpy(tmp_path):
     """Of modules that were compiled before, as an installed package's are.
 
-    On a machine that is busy, where NumPy takes longer than a tenth of a second, memplan takes less than NumPy.
+    On a busy machine, where NumPy takes longer than a tenth of a second, memplan takes less than NumPy.
     """
     compiled = f"pycache_prefix={tmp_path}"
     runs = [map(float, python(ADDED_SECONDS, "-X", compiled).split()) for _ in range(5)]
