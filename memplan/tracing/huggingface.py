@@ -33,7 +33,7 @@ from memplan.tracing.example import checked_example
 from memplan.tracing.tracer import RUNS, USUAL, traced
 
 LENGTH: Final = 704
-"""Tokens of the example, if the model takes so many; what is traced holds for any length.
+"""The sequence length of the example inputs, shorter for a model with a shorter context.
 
 No multiple of the lengths that code divides a sequence into, 128 and 256, so that their padding shows.
 """

@@ -870,7 +870,7 @@ def _agreed(tracer: _Tracer, variant: Variant, points: Iterable[Point]) -> Recor
 
 
 def _lengths(example: Example) -> tuple[int, ...]:
-    """The lengths that are traced: no dims of weights, so that sizes tell them apart, and aligned alike."""
+    """Three sequence lengths to trace: multiples of 16 where possible, none equal to a dim of a parameter."""
     length = example.point[1]
     if not example.has_sequence:
         return (1, 1, 1)
