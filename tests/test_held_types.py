@@ -176,7 +176,7 @@ def test_settings_of_a_run_in_a_config_are_named(setting, told, tmp_path):
     ],
 )
 def test_the_type_in_a_config_is_obeyed_or_named(said, precision, told, tmp_path):
-    """from_pretrained loads weights in the dtype of config.json; the precision of a plan decides its bytes."""
+    """from_pretrained loads weights in the dtype of config.json; a plan has those of its precision."""
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **said}))
     (tmp_path / "plain.json").write_text(json.dumps(SMALL))
     asked: dict[str, Any] = {"seq_len": 32, "device": "cpu", "precision": precision}
