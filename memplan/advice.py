@@ -116,9 +116,8 @@ def advise(asked: Estimate, progress: Progress | None = None) -> Advice:
             f"asked={shown_value(asked)} is no estimate; use memplan.advise(memplan.estimate(...))."
         )
     if asked.verdict is None:
-        raise PlanRefused(
-            "advise needs a limit to fit; estimate the plan with cluster='<n>x<gpu>' and engine='torch'."
-        )
+        other = ", and an engine other than closed-form accounting" if asked.engine.is_accounting else ""
+        raise PlanRefused(f"advise needs a limit to fit; estimate the plan with cluster='<n>x<gpu>'{other}.")
     changes = [_tried(asked, text, fields) for text, fields in _single_changes(asked.plan)]
     useful = [c for c in changes if c.estimated is not None and _freed_bytes(asked, c.estimated) > 0]
     rest = [c for c in changes if c not in useful]

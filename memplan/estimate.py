@@ -380,8 +380,9 @@ class Estimate:
         """Whether each GPU holds the plan: `memplan.Cluster.verdict` of `device_bytes`.
 
         "fits, tight": the caching allocator reserves more than the budget if nothing limits it, and stays
-        within it by giving cached blocks back, which takes time. On a GPU whose kernels have no rules
-        (AMD's), "cannot say", unless what is held between steps is already too much.
+        within it by giving cached blocks back, which takes time. "cannot say" too, unless the tensors alone
+        are too much, of an engine that does not tell what its allocator does (`RankRecord.program`), and on a
+        GPU whose kernels have no rules (AMD's), where only the tensors held between steps are known.
 
         `fits`, `memplan.search`, `advise`, `why`, charts and JSON all use this rule. None without a cluster
         or a limit, and for closed-form accounting.
@@ -394,7 +395,7 @@ class Estimate:
         if self.over_bytes:
             return "does not fit"  # `device_bytes` agrees, but takes a replay
         held = self.device_bytes
-        said = None if held is None else self.cluster.verdict(held)
+        said = "cannot say" if held is None else self.cluster.verdict(held)
         return "fits, tight" if said == "cannot say" and self._gives_back else said
 
     @property
@@ -790,7 +791,7 @@ def _checked_device(asked: DeviceType | None, cluster: Cluster | None) -> Device
 def stage_estimates(model: Model, plan: Plan, device: Device) -> Iterator[StageEstimate]:
     """The estimate of each rank of the pipeline, made as it is read."""
     for record in ENGINES.named(plan.engine).play(model, plan, device):
-        yield StageEstimate(plan=plan, record=record)
+        yield StageEstimate(plan=plan, record=record.checked(plan.engine))
 
 
 def estimate_of(
@@ -816,4 +817,4 @@ def rank_estimate(
     """
     check_plan(model, plan, device)
     record = ENGINES.named(plan.engine).play_rank(model, plan, rank, device, backend)
-    return StageEstimate(plan=plan, record=record)
+    return StageEstimate(plan=plan, record=record.checked(plan.engine))

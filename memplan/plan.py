@@ -157,7 +157,7 @@ class Plan:
         for name, field in FIELDS.items():
             if name != "global_batch":
                 object.__setattr__(self, name, field.checked(name, getattr(self, name)))
-        least = self.n_replicas * self.micro_batch * self.pp * self.virtual_stages
+        least = self.batch_of(self.pp * self.virtual_stages)
         asked = least if self.global_batch == 0 else self.global_batch
         object.__setattr__(self, "global_batch", FIELDS["global_batch"].checked("global_batch", asked))
         for rule in PLAN_RULES:
@@ -221,6 +221,10 @@ class Plan:
     def n_micro_batches(self) -> int:
         """Micro-batches each replica runs in one step."""
         return self.global_batch // (self.n_replicas * self.micro_batch)
+
+    def batch_of(self, n_micro_batches: int) -> int:
+        """The global batch with which each replica runs so many micro-batches."""
+        return self.n_replicas * self.micro_batch * n_micro_batches
 
     def place(self, rank: int) -> Rank:
         """The coordinates of `rank` on the mesh; the tensor axis is the innermost.

@@ -190,6 +190,9 @@ Event = Alloc | Free | AccumulateGrad | AddToIncoming | Compute | Collective
 Counts = Mapping[Compute | Collective | Pass, int]
 """Occurrences of each computation, collective and pass."""
 
+Held = Mapping[Buffer, tuple[int, int]]
+"""For each buffer its net number, and the least that the number reaches on the way: at most 0."""
+
 
 class Stretch:
     """A named part of a step: `events` in order, or `parts` in order; all of it `repeats` times.
@@ -201,6 +204,7 @@ class Stretch:
 
     __slots__ = (
         "_counts",
+        "_held",
         "_left",
         "events",
         "has_passes",
@@ -237,6 +241,7 @@ class Stretch:
                     break
         self._counts: Counts | None = None
         self._left: tuple[tuple[Buffer, int], ...] | None = None
+        self._held: Held | None = None
 
     def __repr__(self) -> str:
         inside = f"{len(self.events)} events" if self.events else f"{len(self.parts)} parts"
@@ -253,11 +258,33 @@ class Stretch:
         return self._left
 
     @property
+    def held(self) -> "Held":
+        """The buffers of which all repetitions leave some, or free older ones."""
+        if self._held is None:
+            self._held = _held(self)
+        return self._held
+
+    @property
     def counts(self) -> Counts:
         """Occurrences of each computation, collective and pass in all repetitions."""
         if self._counts is None:
             self._counts = _counts(self)
         return self._counts
+
+
+def _held(stretch: Stretch) -> Held:
+    found: dict[Buffer, tuple[int, int]] = {}
+    for event in changes(stretch.events):
+        net, least = found.get(event.buffer, (0, 0))
+        net += event.sign
+        found[event.buffer] = net, min(net, least)
+    for part in stretch.parts:
+        for buffer, (more, lowest) in part.held.items():
+            net, least = found.get(buffer, (0, 0))
+            found[buffer] = net + more, min(least, net + lowest)
+    again = stretch.repeats - 1
+    moved = [(b, net, least) for b, (net, least) in found.items() if again >= 0 and (net or least)]
+    return {b: (net + again * net, least + again * min(net, 0)) for b, net, least in moved}
 
 
 def _counts(stretch: Stretch) -> Counts:

@@ -28,6 +28,7 @@ from memplan.allocator import (
     Pool,
     rounded_bytes,
 )
+from memplan.errors import ContradictoryEstimate
 from memplan.memory import Alive, add_net
 from memplan.record import Alloc, Event, PassPart, Stretch, chain, changes, events, repeated
 from memplan.shapes import Buffer
@@ -513,6 +514,7 @@ class _Replay:
         ages.next_repetition()
         first = self.n_steps == 0
         step = program.first_step if first and program.first_step is not None else program.step
+        step = step if step.parts else chain(step.name, step)
         self.free_after = []
         so_far: tuple[Any, ...] = ()
         reached, n_skipped = self.reached, 0
@@ -796,6 +798,11 @@ class _Replay:
         if buffer not in self.held and self.not_yet[buffer]:
             self.not_yet[buffer] -= 1
             return
+        if buffer not in self.held:
+            raise ContradictoryEstimate(
+                f"{buffer.name!r} is freed once more than it was allocated, by the allocator's program of a "
+                "plan. This is a fault of the plan's engine; please report the plan to its authors."
+            )
         held, current = self.held[buffer], self.current
         if buffer in self.program.oldest_first:
             current, i = next(iter(held)), 0

@@ -151,13 +151,17 @@ def finding(estimate: Estimate) -> str:
     cluster, held, verdict = estimate.cluster, estimate.device_bytes, estimate.verdict
     where = "" if cluster is None else f" on {printable(cluster.name)}"
     usable_bytes = None if cluster is None else cluster.gpu.usable_bytes
-    if verdict is None or held is None or usable_bytes is None:
+    if verdict is None or usable_bytes is None:
         rank = "a rank" if estimate.device.on_cpu else "a GPU"
         if estimate.engine.is_accounting:
             why = f"no verdict ({estimate.plan.engine} accounting)"
         else:
             why = "no verdict without a cluster" if cluster is None else "no limit is known"
         said = f": {human_bytes(estimate.peak.total_bytes)} of tensors {rank}; {why}"
+    elif held is None:
+        unit, name = binary_unit(usable_bytes)
+        least, usable = (scaled(n, unit, 1) for n in (estimate.worst.peak_bytes, usable_bytes))
+        said = f" {verdict.upper()}: at least {least} of {usable} {name}"
     else:
         unit, name = binary_unit(usable_bytes)
         low, high, usable = (scaled(n, unit, 1) for n in (*held, usable_bytes))
@@ -418,9 +422,14 @@ def verdict_text(estimate: Estimate) -> str:
     cluster, held, verdict = estimate.cluster, estimate.device_bytes, estimate.verdict
     if estimate.engine.is_accounting:
         return f"No verdict: {estimate.plan.engine} accounting says nothing of whether a plan fits."
-    if held is None:
+    if held is None and estimate.device.on_cpu:
         return "No verdict: CPU ranks have no limit."
-    holds = f"a GPU holds {interval_text(held)} (CUDA's context and NCCL's buffers included)"
+    if held is None:
+        tensors = human_bytes(estimate.worst.peak_bytes)
+        holds = f"a GPU holds at least {tensors} of tensors (what engine {estimate.plan.engine}'s allocator "
+        holds += "reserves is not known)"
+    else:
+        holds = f"a GPU holds {interval_text(held)} (CUDA's context and NCCL's buffers included)"
     if cluster is None or verdict is None:
         return (
             f"No verdict: {'no cluster was given' if cluster is None else 'the GPU has no limit'}; {holds}."

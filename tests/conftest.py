@@ -1,4 +1,4 @@
-"""The garbage collector leaves the parametrised tests alone, and the tests the user's cache of traces.
+"""What holds for all tests: records are checked, traces are kept nowhere, and the garbage collector is tamed.
 
 The parametrised tests are millions of objects that are kept to the end.
 """
@@ -7,11 +7,13 @@ import gc
 
 import pytest
 
+from memplan.engines import base
 from memplan.tracing import cache
 
 
 def pytest_configure() -> None:
-    """Collect the tests without full passes over those collected so far."""
+    """Check every record, and collect the tests without full passes over those collected so far."""
+    base.CHECKS_OWN = True
     gc.disable()
 
 

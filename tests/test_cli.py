@@ -230,7 +230,7 @@ def test_the_readme_shows_every_command_that_asks_about_plans_and_a_refusal():
 
 
 SEARCH = ["search", "llama-3-8b", "--cluster", "8xh100-sxm", "--global-batch", "64", "--seq-len", "8192"]
-SEARCH += ["--tp", "1,2,3", "--pp", "1", "--no-offload", "--recompute", "none,full", "--keep", "30"]
+SEARCH += ["--tp", "1,2,3", "--pp", "1", "--no-offload", "--recompute", "none,full", "--keep", "8"]
 
 
 def test_search_prints_the_best_and_what_was_refused():
@@ -316,7 +316,7 @@ def test_search_takes_ranges_and_several_batches():
         "none",
         "--json",
     ]
-    found = json.loads(run(*asked, "--no-offload", "--keep", "50").stdout)
+    found = json.loads(run(*asked, "--no-offload", "--keep", "16").stdout)
     shown = [row for row in found["plans"] if row["verdict"] == "fits"]
     assert {row["pp"] for row in shown} <= {1, 2, 3, 4}
     assert {row["zero"] for row in shown} == {2, 3}

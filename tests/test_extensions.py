@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -17,7 +17,8 @@ from memplan import registry
 from memplan.cli import commands
 from memplan.device import Device
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
-from memplan.errors import InvalidValue, MissingRule, PlanRefused, UnknownName
+from memplan.engines.options import plan_of
+from memplan.errors import ContradictoryEstimate, InvalidValue, MissingRule, PlanRefused, UnknownName
 from memplan.estimate import estimate_plan
 from memplan.fields import Choice, Count, described
 from memplan.memory import Alive
@@ -41,10 +42,12 @@ from memplan.record import (
     passed,
     repeated,
 )
-from memplan.replay import AllocatorProgram
+from memplan.replay import AllocatorProgram, replayed
 from memplan.schedules import Schedule
 from memplan.shapes import BF16, FP32, buffer_of
+from memplan.tables import verdict_text
 from memplan.tape import Backend, Tensor
+from memplan.testing import check_laws, check_ways_out
 from validate.cases import Case, title
 
 POINTS = """[memplan.engines]
@@ -65,11 +68,14 @@ broken = test_extensions:POINTS
 """The entry points of a package; the module is this one, however pytest has imported it."""
 
 
-def _no_pipeline(model: Model, plan: Plan) -> None:
-    if plan.pp > 1:
-        raise PlanRefused(
-            f"pp={plan.pp}: the toy knows no pipeline; use pp=1.", kind="a pipeline, which the toy lacks"
-        )
+def _in_fours(model: Model, plan: Plan) -> None:
+    if plan.dp % 4 and plan.dp > 1:
+        raise PlanRefused(f"dp={plan.dp}: the toy reduces in fours; use dp=4.", kind="dp not in fours")
+
+
+def _in_pairs(model: Model, plan: Plan) -> None:
+    if plan.micro_batch % 2:
+        raise PlanRefused(f"micro_batch={plan.micro_batch}: use pairs, such as 2.", kind="odd micro-batches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +91,9 @@ class ToyEngine(Engine):
 
     name = "toy"
     plays = "a toy"
+    axes = "dp", "tp"
     options = ToyOptions
-    refusals = (_no_pipeline,)
+    refusals = (_in_fours,)
 
     def confirmed_on(self, device: Device) -> Confirmation:
         return "unconfirmed"
@@ -115,7 +122,7 @@ class ToyEngine(Engine):
             "step",
             events("gradients", [Alloc(grads), Alloc(spare)]),
             repeated(chain("micro-batch", *steps), plan.n_micro_batches),
-            events("reduction", [reduced] if plan.dp > 1 else []),
+            events("reduction", [*([reduced] if plan.dp > 1 else []), Free(spare)]),
         )
         return RankRecord(
             rank=rank,
@@ -265,8 +272,78 @@ def test_an_engines_plan_is_estimated_by_folds_over_its_record(installed):
 
 
 def test_an_engines_refusals_are_asked(installed):
-    with pytest.raises(PlanRefused, match="the toy knows no pipeline"):
+    with pytest.raises(PlanRefused, match=r"pp=2: engine='toy' divides nothing along pp; use pp=1\."):
         memplan.estimate("gpt2", engine="toy", pp=2, **ASKED)
+    with pytest.raises(PlanRefused, match="the toy reduces in fours"):
+        memplan.estimate("gpt2", engine="toy", dp=2, tp=4, **ASKED)
+
+
+def test_an_engines_rules_are_asked_of_the_numbers_that_a_search_tries(installed, monkeypatch):
+    """Of as many ranks and sequences as a plan has, and not of stand-ins for them."""
+    job: dict[str, Any] = {"engine": "toy", "tp": (1, 2, 4), "keep": None, **ASKED}
+    found = memplan.search("gpt2", **job)
+    assert set(found["dp"][found["verdict"] == "fits"]) == {4, 8}
+    assert set(found["dp"][found["verdict"] == "refused"]) >= {2}
+    assert set(found["micro_batch"][found["verdict"] == "fits"]) == {1, 2, 4}
+    monkeypatch.setattr(ToyEngine, "refusals", (_in_pairs,))
+    paired = memplan.search("gpt2", **job)
+    assert set(paired["micro_batch"][paired["verdict"] == "fits"]) == {2, 4, 8}
+
+
+def test_an_engine_is_held_to_the_laws(installed):
+    for plan in ({}, {"tp": 2}, {"micro_batch": 2}, {"spare_blocks": 2}):
+        check_laws(memplan.estimate("gpt2", engine="toy", **ASKED, **plan))
+    for plan in ({"pp": 2}, {"dp": 2, "tp": 4}, {"zero": 3, "dp": 8}):
+        check_ways_out(preset("gpt2"), plan_of(engine="toy", **plan))
+
+
+def test_a_record_that_frees_a_buffer_twice_is_refused(installed, monkeypatch):
+    played = ToyEngine.play_rank
+
+    def twice(*asked: Any) -> RankRecord:
+        record = played(TOY, *asked)
+        (freed,) = [e for e in record.step.parts[-1].events if isinstance(e, Free)]
+        return replace(record, step=chain("step", record.step, events("again", [freed])))
+
+    monkeypatch.setattr(ToyEngine, "play_rank", lambda _, *asked: twice(*asked))
+    with pytest.raises(ContradictoryEstimate, match=r"'toy', .*'spare outputs' is freed once more than"):
+        memplan.estimate("gpt2", engine="toy", **ASKED)
+
+
+def test_a_record_that_leaves_a_buffer_behind_is_refused(installed, monkeypatch):
+    played = ToyEngine.play_rank
+
+    def leaks(*asked: Any) -> RankRecord:
+        record, lost = played(TOY, *asked), buffer_of("a lost tensor", (3,), BF16, "activations")
+        return replace(record, step=chain("step", record.step, events("leak", [Alloc(lost)])))
+
+    monkeypatch.setattr(ToyEngine, "play_rank", lambda _, *asked: leaks(*asked))
+    with pytest.raises(ContradictoryEstimate, match="'a lost tensor' of kind 'activations' is left by every"):
+        memplan.estimate("gpt2", engine="toy", **ASKED)
+
+
+def test_a_program_that_frees_what_it_has_not_allocated_is_refused():
+    weights = buffer_of("a weight", (1024,), FP32, "weights")
+    program = AllocatorProgram(setup=(), step=events("step", [Alloc(weights), Free(weights), Free(weights)]))
+    with pytest.raises(ContradictoryEstimate, match="'a weight' is freed once more than it was allocated"):
+        replayed(program)
+
+
+def test_an_engine_that_does_not_play_the_allocator_says_what_is_known(installed, monkeypatch):
+    """The tensors alone are a lower bound: too many do not fit, and no number of them is known to fit."""
+    played = ToyEngine.play_rank
+    monkeypatch.setattr(ToyEngine, "play_rank", lambda _, *asked: replace(played(TOY, *asked), program=None))
+    small = memplan.estimate("gpt2", engine="toy", **ASKED)
+    assert small.verdict == "cannot say"
+    assert "CANNOT SAY: at least 0.5 of 79.1 GiB" in str(small)
+    said = " ".join(verdict_text(small).split())
+    assert "at least 483.70 MiB of tensors (what engine toy's allocator reserves is not known)" in said
+    large = memplan.estimate("llama-3-70b", engine="toy", **ASKED)
+    assert large.verdict == "does not fit"
+    assert "DOES NOT FIT: at least 2" in str(large)
+    assert "Nothing tried fits either" in str(memplan.advise(large))
+    found = memplan.search("gpt2", engine="toy", **ASKED)
+    assert set(found["verdict"]) == {"cannot say", "refused"}
 
 
 def test_an_engines_plans_are_searched(installed):
@@ -366,7 +443,8 @@ def test_a_schedules_rules_are_asked(installed):
 
 
 def test_a_schedule_is_searched_when_it_is_named(installed):
-    job: dict[str, Any] = {"pp": 4, "tp": 2, "keep": None, "zero": 0, "recompute": "full", **ASKED}
+    job: dict[str, Any] = {"pp": 4, "tp": 2, "micro_batch": 1, "keep": None, "zero": 0, "recompute": "full"}
+    job |= ASKED
     found = memplan.search(DEEP, schedule=("1f1b", "flood"), **job)
     assert set(found["schedule"]) == {"1f1b", "flood"}
     assert (found["schedule"] == "flood")[found["verdict"] == "fits"].any()

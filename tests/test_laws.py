@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from memplan import Gpt, Llama, Plan, estimate, parameter_count
+from memplan import Gpt, Llama, Plan, cluster, estimate, parameter_count
 from memplan.device import CPU, H100, Device
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of, with_said
@@ -28,7 +28,7 @@ from memplan.engines.torch.pipelining import left_behind
 from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.trace import Segment
 from memplan.errors import ContradictoryEstimate, MissingRule, PlanRefused
-from memplan.estimate import StageEstimate, rank_estimate
+from memplan.estimate import StageEstimate, estimate_plan, rank_estimate
 from memplan.memory import n_bytes_of, running_bytes
 from memplan.models import Decoder, Layers, Model, preset
 from memplan.plan import (
@@ -39,9 +39,9 @@ from memplan.plan import (
 from memplan.precisions import PRECISIONS
 from memplan.record import Alloc, Free, Stretch, changes, events, unrolled
 from memplan.schedules import SCHEDULES
-from memplan.shapes import FP32, KINDS, Buffer, buffer_of
-from memplan.tables import ledger_rows
+from memplan.shapes import FP32, Buffer, buffer_of
 from memplan.tape import CPU_RNG_STATE_BYTES, Tensor
+from memplan.testing import check_laws
 
 
 def laws(max_examples: int) -> settings:
@@ -191,17 +191,17 @@ def some_rank(case: Case) -> StageEstimate:
     return case.on(case.plan.dp - 1, case.plan.tp - 1)
 
 
-# The peak
-
-
 @laws(200)
 @given(cases())
-def test_what_is_alive_at_the_peak_adds_up_to_it(case):
-    rank = some_rank(case)
-    parts = rank.peak
-    assert sum(getattr(parts, f"{kind}_bytes") for kind in KINDS) == rank.peak_bytes
-    assert sum(row["total_bytes"] for row in ledger_rows(rank.alive)) == rank.peak_bytes
-    assert all(n > 0 for n in rank.alive.values())
+def test_the_laws_of_every_engine_hold(case):
+    """On a GPU with a cluster, whose rates give a step time and bounds."""
+    n = case.plan.world_size
+    with_times = not case.device.on_cpu and (n <= 8 or n % 8 == 0)
+    where = cluster(f"{n}xh100-sxm") if with_times else None
+    check_laws(estimate_plan(case.model, case.plan, where, None if where else case.device.type))
+
+
+# The peak
 
 
 @laws(200)
@@ -217,24 +217,7 @@ def test_the_closed_form_is_the_unrolled_steps_maximum(case):
     assert min(held) == rank.rest_bytes - left_bytes
 
 
-@laws(200)
-@given(cases())
-def test_the_peak_is_the_highest_instant(case):
-    rank = some_rank(case)
-    assert max(instant.total_bytes for instant in rank.instants) == rank.peak_bytes
-
-
 # The step
-
-
-@laws(200)
-@given(cases())
-def test_nothing_is_freed_before_it_is_allocated(case):
-    rank = some_rank(case)
-    alive: Counter[Buffer] = Counter(rank.record.rest)
-    for event in one_by_one(rank.record.step):
-        alive[event.buffer] += event.sign
-        assert alive[event.buffer] >= 0, f"{event.buffer} is freed once more than it was allocated"
 
 
 @laws(200)
@@ -277,17 +260,6 @@ def test_more_micro_batches_never_lower_the_peak(case):
     assume(plan.n_micro_batches % a_round == 0)
     more = plan.global_batch + plan.n_replicas * plan.micro_batch * a_round
     assert case.on(global_batch=more).peak_bytes >= case.on().peak_bytes
-
-
-@laws(80)
-@given(cases())
-def test_larger_micro_batches_never_lower_the_peak(case):
-    plan = case.plan
-    larger = {
-        "micro_batch": plan.micro_batch + 1,
-        "global_batch": plan.global_batch // plan.micro_batch * (plan.micro_batch + 1),
-    }
-    assert case.on(**larger).peak_bytes >= case.on().peak_bytes
 
 
 @laws(80)
@@ -642,20 +614,6 @@ def test_tied_ends_are_no_units_of_their_own():
 
 
 # Traffic
-
-
-@laws(80)
-@given(cases())
-def test_no_rank_sends_more_than_twice_what_it_passes(case):
-    for collective in some_rank(case).collectives:
-        assert collective.calls > 0
-        assert 0 <= collective.wire_bytes <= 2 * collective.payload_bytes
-        if collective.axis == "host":
-            assert case.plan.offload
-        else:
-            assert (
-                case.plan.world_size if collective.axis == "world" else getattr(case.plan, collective.axis)
-            ) > 1
 
 
 @laws(40)

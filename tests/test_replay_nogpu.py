@@ -31,7 +31,7 @@ H100 = Gpus(
 )  # fmt: skip
 FILES = {file.stem: list(read_records(file)) for file in sorted(FOLDER.glob("*.jsonl"))}
 
-# Ranks; in how many at least requested, allocated and reserved bytes are equal; how far off they are at most.
+# Ranks; in how many requested, allocated and reserved bytes are equal; how far off they are at most.
 EXACT = (0.0, 0.0, 0.0)
 EXPECTED = {
     "a100-single": (45, (45, 45, 45), EXACT),
@@ -76,9 +76,9 @@ def test_bytes_are_what_pytorch_s_cuda_stack_and_allocator_say(name):
     n_ranks, equal, worst = EXPECTED[name]
     errors = list(allocator_errors(FILES[name]))
     assert len(errors) == n_ranks
-    for figure, least, most in zip(FIGURES, equal, worst, strict=True):
+    for figure, n_right, most in zip(FIGURES, equal, worst, strict=True):
         off = sorted((abs(getattr(each, figure)), each.name) for each in errors)
-        assert sum(error == 0 for error, _ in off) >= least, (figure, off[-5:])
+        assert sum(error == 0 for error, _ in off) == n_right, (figure, off[-5:])
         assert off[-1][0] <= most, (figure, off[-5:])
 
 

@@ -18,7 +18,7 @@ from memplan.engines.checks import check_plan
 from memplan.engines.trace import traced
 from memplan.errors import InvalidValue, PlanRefused, UnknownName
 from memplan.estimate import Estimate, estimate_plan
-from memplan.hardware import n_communicators, outside_allocator
+from memplan.hardware import VERDICTS, n_communicators, outside_allocator
 from memplan.plan import RECOMPUTES
 from memplan.schedules import SCHEDULES
 from memplan.search import judge, searched
@@ -132,8 +132,7 @@ def test_a_search_and_an_estimate_never_contradict_each_other(
         if row["verdict"] != "does not fit":
             assert own.device_bytes == (row["device_low_bytes"], row["device_high_bytes"])
         assert (own.peak.total_bytes, own.step_s) == (row["peak_bytes"], row["step_s"])
-    order = ["fits", "cannot say", "does not fit"]
-    places = [order.index(row["verdict"]) for row in rows]
+    places = [VERDICTS.index(row["verdict"]) for row in rows]
     assert places == sorted(places)
 
 

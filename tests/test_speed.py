@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import memplan
+from memplan.engines import base
 from memplan.models.base import Decoder
 from validate.systems.torch.modules import Transformer, token_loss
 
@@ -68,7 +70,8 @@ def peak_of_405b() -> int:
     return estimated.peak.total_bytes
 
 
-def test_one_estimate_of_405b_in_three_dimensions_takes_under_2_ms():
+def test_one_estimate_of_405b_in_three_dimensions_takes_under_2_ms(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(base, "CHECKS_OWN", False)
     assert least_s(peak_of_405b, LIMIT_S) < LIMIT_S
 
 

@@ -131,7 +131,7 @@ def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None
 )
 @_device_option
 @_gpu_option
-@plan_options("engine", dp=None, global_batch=None, seq_len=128, precision="fp32")
+@plan_options(dp=None, global_batch=None, seq_len=128, precision="fp32")
 def run(
     model: str,
     steps: int,
@@ -206,7 +206,7 @@ def _case(model: str, global_batch: object, plan: Mapping[str, Any]) -> Case:
 )
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the step into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@plan_options("engine", dp=1, global_batch=None, seq_len=128, precision="fp32")
+@plan_options(dp=1, global_batch=None, seq_len=128, precision="fp32")
 @click.pass_context
 def explain(
     context: click.Context,

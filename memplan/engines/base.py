@@ -11,17 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from memplan.device import Device
-from memplan.errors import MissingRule
+from memplan.errors import ContradictoryEstimate, MissingRule, PlanRefused
 from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.models import Model
-from memplan.plan import Plan, Rank
+from memplan.plan import MESH_AXES, Plan, Rank
 from memplan.record import Axis, CollectiveKind, Stretch
 from memplan.registry import Registry
 from memplan.replay import AllocatorProgram
+from memplan.shapes import Buffer
 from memplan.tape import Backend
 
 Rule = Callable[[Model, Plan], None]
 """Raises `PlanRefused` or `MissingRule` for a plan that the engine cannot run on a model."""
+
+CHECKS_OWN = False
+"""Whether records of memplan's own engines are checked too."""
 
 Confirmation = Literal["cpu-ranks", "nogpu", "unconfirmed"]
 """Rules were compared with real runs on CPU ranks, with CUDA's software without a GPU, or not at all."""
@@ -52,6 +56,8 @@ class RankRecord:
         update: the stretches of the step that are the optimizer's.
         step_counts: Adam's step counts, which a rank on a GPU keeps on the host.
         host: what the host holds instead of the device; None where nothing is offloaded.
+        handed_over: for a buffer that is freed, the tensor that takes its place, under its name, until the
+            next step.
         program: the rank's first steps as a caching allocator sees them; None where there is none.
     """
 
@@ -63,6 +69,7 @@ class RankRecord:
     update: tuple[Stretch, ...] = ()
     step_counts: Alive = field(default_factory=Counter)
     host: HostRecord | None = None
+    handed_over: Mapping[Buffer, Buffer] = field(default_factory=dict)
     program: Callable[[], AllocatorProgram] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -74,6 +81,41 @@ class RankRecord:
     def peak_bytes(self) -> int:
         """Bytes alive at the worst instant."""
         return self.rest_bytes + self.step.high_bytes
+
+    def checked(self, engine: str) -> "RankRecord":
+        """The record itself, after a `check`.
+
+        Of memplan's own engines only where `CHECKS_OWN` is set, as in its tests: it takes longer than an
+        estimate.
+        """
+        if CHECKS_OWN or engine not in ENGINES.own:
+            self.check(engine)
+        return self
+
+    def check(self, engine: str) -> None:
+        """Raise unless each buffer is freed after it is allocated, and the step leaves gradients alone.
+
+        Raises:
+            ContradictoryEstimate: naming a buffer of which this does not hold.
+        """
+        held: dict[Buffer, tuple[int, int]] = {}
+        for buffer, (net, least) in self.step.held.items():
+            place = self.handed_over.get(buffer, buffer)
+            net_before, least_before = held.get(place, (0, 0))
+            held[place] = net + net_before, self.rest[buffer] + least + least_before
+        for buffer, (net, least) in held.items():
+            wrong = ""
+            if least < 0:
+                wrong = "is freed once more than it was allocated"
+            elif net < 0:
+                wrong = "is held between steps, and freed in a step for good"
+            elif net > 0 and buffer.kind != "grads":
+                wrong = f"of kind {buffer.kind!r} is left by every step; only gradients may be"
+            if wrong:
+                raise ContradictoryEstimate(
+                    f"engine={engine!r}, {self.rank}: {buffer.name!r} {wrong}. This is a fault of the "
+                    "engine; please report the plan to its authors."
+                )
 
 
 class Costs(NamedTuple):
@@ -148,6 +190,8 @@ class Engine(ABC):
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 
+    axes: ClassVar[tuple[Axis, ...]] = ()
+    """The axes of the mesh that it knows; a plan with several ranks along another one is refused."""
     confirmed_gpus: ClassVar[tuple[str, ...]] = ()
     """The GPUs whose software ran the engine's plans without a GPU, and gave its bytes."""
 
@@ -164,6 +208,19 @@ class Engine(ABC):
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None
     ) -> RankRecord:
         """The record of one given rank; `backend` runs its collectives, by default the device's usual one."""
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """All checks of a plan, in order: of the axes of its mesh, then the engine's `refusals`."""
+        return self._check_axes, *self.refusals
+
+    def _check_axes(self, model: Model, plan: Plan) -> None:
+        for axis in MESH_AXES:
+            if axis not in self.axes and (n := getattr(plan, axis)) > 1:
+                raise PlanRefused(
+                    f"{axis}={n}: engine={self.name!r} divides nothing along {axis}; use {axis}=1.",
+                    kind="several ranks along an axis that the engine does not know",
+                )
 
     def check_device(self, plan: Plan, device: Device) -> None:
         """Raise if the plan's results are wrong on this device."""

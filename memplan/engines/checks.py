@@ -23,7 +23,7 @@ def check_plan(model: Model, plan: Plan, device: Device | None = None) -> None:
             f"options={shown_value(plan.options)} are not the options of engine={plan.engine!r}; use "
             f"{'none' if options is None else options.__name__}."
         )
-    for rule in engine.refusals:
+    for rule in engine.rules:
         rule(model, plan)
     if device is not None:
         engine.check_device(plan, device)

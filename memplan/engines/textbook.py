@@ -340,7 +340,6 @@ def _bytes(kind: Kind, n_bytes: float) -> Buffer:
 # --- What the formulas do not cover -----------------------------------------------------------------------
 
 SUPPORTED_VALUES: Final[dict[str, tuple[Any, ...]]] = {
-    "dp_replicate": (1,),
     "virtual_stages": (1,),
     "schedule": ("gpipe", "1f1b"),
     "layers_per_stage": (None,),
@@ -397,6 +396,7 @@ class TextbookEngine(Engine):
 
     name = "textbook"
     is_accounting = True
+    axes = "pp", "dp", "tp"
     refusals = REFUSALS
     assumes = (
         "The papers' closed forms (dropout, d_ff = 4 d_model, attention scores kept,\n"

@@ -59,6 +59,13 @@ class Grid:
         cell, block = np.divmod(places, len(self.recompute_blocks))
         return self.recompute_blocks[block] if name == "recompute_blocks" else self.cells[name][cell]
 
+    @classmethod
+    def of(cls, plan: Plan) -> "Grid":
+        """The grid of one plan."""
+        numbers = {name: np.array([number_of(name, getattr(plan, name))]) for name in VARIED}
+        blocks = numbers.pop("recompute_blocks")
+        return cls(base=plan, cells=numbers, recompute_blocks=blocks)
+
     def values(self, place: int) -> dict[str, Any]:
         """The varied fields of the plan at a place."""
         return {name: value_of(name, int(self.column(name, np.array(place)))) for name in VARIED}

@@ -98,10 +98,10 @@ class Space:
             first = sum([each.n_structures * len(each.meshes) for each in pipelines])
             pipelines.append(_Pipelines(self, rules, list(meshes), first))
         offload, divided, recompute = [self.of(name, usual) for name, usual in GRID_FIELDS.items()]
-        for data, recomputed in product(DATA, reversed(recompute)):
+        for uses, recomputed in product(DATA, reversed(recompute)):
             for own in product(offload, divided):
                 yield from _joined(
-                    (one for each in pipelines for one in each.grids(data, *own, recomputed)), most
+                    (one for each in pipelines for one in each.grids(uses, *own, recomputed)), most
                 )
 
     def meshes(self) -> Iterator[Mesh]:
@@ -219,12 +219,12 @@ GRID_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class _Cells(NamedTuple):
-    """The pairs of a mesh and a micro-batch: indices of the mesh, its `tp`, its `several`, and `m`."""
+    """The pairs of a mesh and a micro-batch: indices of the mesh, its `tp`, its `data`, and `m`."""
 
     mesh: Column
     micro_batch: Column
     tp: Column
-    several: Column
+    data: Column
     m: Column
     is_first: Column
     """1 for the first pair of a mesh, else 0."""
@@ -233,9 +233,9 @@ class _Cells(NamedTuple):
 class _Pipelines:
     """The plans with the same number of ranks of a pipeline.
 
-    Rules are asked on the axes (zero, offload, sequence_parallel, recompute, tp, several, schedule, m), where
-    `m` is the number of micro-batches. No rule reads how many replicas there are, only whether there are
-    `several` along dp and dp_replicate, nor how many blocks are recomputed if any are.
+    Rules are asked on the axes (zero, offload, sequence_parallel, recompute, tp, data, schedule, m), where
+    `data` are the ranks along dp and dp_replicate, and `m` is the number of micro-batches. No rule reads how
+    many blocks are recomputed if any are.
     """
 
     def __init__(self, space: Space, rules: Rules, meshes: list[Mesh], first: int) -> None:
@@ -246,23 +246,23 @@ class _Pipelines:
         self.structures = (len(self.schedules), *map(len, self.values.values()))
         self.n_structures = prod(self.structures)
         self.tps = list(dict.fromkeys(mesh.tp for mesh in meshes))
-        self.several = list(dict.fromkeys(map(_several, meshes)))
+        self.data = list(dict.fromkeys(map(_data, meshes)))
         self.there = self._there()
         each = [self._micro_batches(mesh) for mesh in meshes]
         ms = sorted({m for found in each for _, m in found})
         refused_by = rules.refused_by(self.pp, self._axes(), ms)
-        shape = (*self.structures[1:], len(self.tps), len(self.several), len(self.schedules))
+        shape = (*self.structures[1:], len(self.tps), len(self.data), len(self.schedules))
         self.always = np.broadcast_to(refused_by.always, shape)
         self.at = np.broadcast_to(refused_by.at, (*shape, max(1, len(ms))))
         self.strays = self._strays(rules, [not found for found in each])
         found = [
-            (i, n, self.tps.index(mesh.tp), self.several.index(_several(mesh)), m, n == each[i][0][0])
+            (i, n, self.tps.index(mesh.tp), self.data.index(_data(mesh)), m, n == each[i][0][0])
             for i, mesh in enumerate(meshes)
             if i not in self.strays
             for n, m in each[i]
         ]
-        mesh, micro_batch, tp, several, m, is_first = np.array(found, np.int64).reshape(-1, 6).T.copy()
-        self.cells = _Cells(mesh, micro_batch, tp, several, np.searchsorted(ms, m), is_first)
+        mesh, micro_batch, tp, data, m, is_first = np.array(found, np.int64).reshape(-1, 6).T.copy()
+        self.cells = _Cells(mesh, micro_batch, tp, data, np.searchsorted(ms, m), is_first)
 
     def _micro_batches(self, mesh: Mesh) -> list[tuple[int, int]]:
         """Sizes and numbers of micro-batches; none if the batch divides into no replicas or micro-batches."""
@@ -278,20 +278,20 @@ class _Pipelines:
             *others,
             [{**one, "recompute_blocks": blocks.get(one["recompute"])} for one in recomputes],
             [{"tp": tp} for tp in self.tps],
-            [{"dp": dp, "dp_replicate": dp_replicate} for dp, dp_replicate in self.several],
+            [{"dp": dp, "dp_replicate": dp_replicate} for dp, dp_replicate in self.data],
             [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
         ]
 
     def _there(self) -> NDArray[np.bool_]:
-        """Whether a combination is tried, on the axes (zero, offload, sequence_parallel, tp, several)."""
+        """Whether a combination is tried, on the axes (zero, offload, sequence_parallel, tp, data)."""
         of, no, yes_or_no = self.space.of, (False,), (False, True)
         zeros, offload, split, _ = self.values.values()
-        axes = zeros, offload, split, self.tps, self.several
+        axes = zeros, offload, split, self.tps, self.data
         found = [
-            zero in of("zero", _zeros(*several))
+            zero in of("zero", _zeros(*data))
             and offloaded in of("offload", yes_or_no if zero >= 2 else no)
             and divided in of("sequence_parallel", yes_or_no if tp > 1 else no)
-            for zero, offloaded, divided, tp, several in product(*axes)
+            for zero, offloaded, divided, tp, data in product(*axes)
         ]
         return np.array(found).reshape([len(axis) for axis in axes])
 
@@ -301,19 +301,19 @@ class _Pipelines:
         can_run = (runs & self.there).any(axis=(0, 1, 2))
         found = {}
         for i, mesh in enumerate(self.meshes):
-            tp, several = self.tps.index(mesh.tp), self.several.index(_several(mesh))
-            first = int(self.there[..., tp, several].argmax()) * self.structures[-1]
+            tp, data = self.tps.index(mesh.tp), self.data.index(_data(mesh))
+            first = int(self.there[..., tp, data].argmax()) * self.structures[-1]
             if undivided[i]:
                 values = mesh._asdict() | {"micro_batch": self.space.micro_batches(mesh.n_replicas)[0]}
                 error = refusal(self.space.model, self.space.base, values)
                 found[i] = first, rules.number(None if error is None else kind_of(error))
-            elif not can_run[tp, several]:
-                found[i] = first, int(self.always[..., tp, several, 0].flat[first])
+            elif not can_run[tp, data]:
+                found[i] = first, int(self.always[..., tp, data, 0].flat[first])
         return found
 
-    def grids(self, data: Iterable[tuple[int, bool]], *blocks: Any) -> Iterator[Ruled]:
+    def grids(self, uses: Iterable[tuple[int, bool]], *blocks: Any) -> Iterator[Ruled]:
         """The grids with these uses of the data axis, and these values of `GRID_FIELDS`."""
-        for zero, several in data:
+        for zero, several in uses:
             if zero in self.values["zero"]:
                 chosen = zip(self.values.values(), (zero, *blocks), strict=True)
                 place = tuple([values.index(value) for values, value in chosen])
@@ -335,8 +335,8 @@ class _Pipelines:
 
     def _running_grids(self, place: tuple[int, ...], several: bool) -> Iterator[Ruled]:
         """The other meshes, with the schedules whose stages are recomputed by the same numbers of blocks."""
-        there = self.there[place[:-1]] & np.array([(dp > 1) == several for dp, _ in self.several])
-        chosen = there[self.cells.tp, self.cells.several]
+        there = self.there[place[:-1]] & np.array([(dp > 1) == several for dp, _ in self.data])
+        chosen = there[self.cells.tp, self.cells.data]
         if not chosen.any():
             return
         mesh, micro_batch, tp, replicas, m, is_first = [column[chosen] for column in self.cells]
@@ -393,9 +393,9 @@ def _either(values: Iterable[Any]) -> str:
     return " or ".join(map(str, values))
 
 
-def _several(mesh: Mesh) -> tuple[int, int]:
-    """One or several ranks along dp and dp_replicate."""
-    return min(mesh.dp, 2), min(mesh.dp_replicate, 2)
+def _data(mesh: Mesh) -> tuple[int, int]:
+    """The ranks along dp and dp_replicate."""
+    return mesh.dp, mesh.dp_replicate
 
 
 def _zeros(dp: int, dp_replicate: int) -> tuple[int, ...]:

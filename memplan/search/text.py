@@ -100,7 +100,7 @@ def _head(found: Found) -> str:
     ]
     refused = f"{found.n_refused:,} are refused"
     if cluster.budget_bytes is None:
-        lines.append(f"{found.n_within:,} run, {refused}; CPU ranks have no limit.")
+        lines.append(f"{found.n_within:,} run, {refused}; no limit is known of a rank's memory.")
     else:
         budget = f"{human_bytes(cluster.budget_bytes)} ({human_bytes(cluster.gpu.usable_bytes or 0)} usable, "
         budget += f"{margin_text(cluster.margin)})"

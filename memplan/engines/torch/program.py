@@ -57,7 +57,7 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
         kept=left_behind(stages) + kept_by_hooks(own),
         oldest_first=frozenset(_oldest_first(stages, [*own, *first])),
         handed_on=frozenset([one.trace.boundary for one in (*own, *first)]),
-        handed_over=dict(_handed_over(stages)),
+        handed_over=stages.handed_over,
         streams=dict([*_streams(own), *_streams(first)]),
     )
 
@@ -210,20 +210,6 @@ def kept_by_hooks(modules: Iterable[StageModule[Any]]) -> Alive:
         if isinstance(one, DistributedDataParallel):
             kept += one.between_steps
     return kept
-
-
-def _handed_over(stages: RankStages) -> Iterator[tuple[Buffer, Buffer]]:
-    """Receive buffers that two stages of the rank share, each with the tensor that takes its place.
-
-    Source: `torch.distributed.pipelining.stage:_PipelineStageBase.set_local_fwd_input`,
-    `torch.distributed.pipelining.stage:_PipelineStageBase.set_local_bwd_input`.
-    """
-    local = {index: i for i, index in enumerate(stages.indices)}
-    for index, i in local.items():
-        if index + 1 in local and stages.stages[i].keeps_received:
-            after = local[index + 1]
-            yield stages.received[after][0], stages.stages[i].trace.sent
-            yield stages.received[i][1], stages.stages[after].trace.boundary_grad
 
 
 def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Iterator[Buffer]:

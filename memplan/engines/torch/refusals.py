@@ -38,7 +38,7 @@ def _check_wrappers(model: Model, plan: Plan) -> None:
 
 def _check_static_graph(model: Model, plan: Plan) -> None:
     if torch_options(plan).static_graph and plan.n_micro_batches > 1:
-        single = f", or global_batch={plan.n_replicas * plan.micro_batch}" if plan.pp == 1 else ""
+        single = f", or global_batch={plan.batch_of(1)}" if plan.pp == 1 else ""
         raise PlanRefused(
             f"static_graph=True cannot accumulate {plan.n_micro_batches} micro-batches: DDP's first backward "
             "pass must reduce (expect_autograd_hooks_ INTERNAL ASSERT FAILED, reducer.cpp); use "
@@ -175,8 +175,7 @@ def _check_micro_batches(model: Model, plan: Plan) -> None:
     least, reason = plan.pipeline_schedule.micro_batches(plan.pp, plan.virtual_stages, m)
     if m < least:
         raise PlanRefused(
-            f"schedule={plan.schedule!r}: {reason}; use global_batch="
-            f"{plan.n_replicas * plan.micro_batch * least}.",
+            f"schedule={plan.schedule!r}: {reason}; use global_batch={plan.batch_of(least)}.",
             kind="too few micro-batches for the schedule, or not a multiple of its rounds",
         )
 

@@ -483,6 +483,22 @@ class RankStages:
         first, second = ([buffer_of(name, one.shape, one.dtype) for one in own] for name in names)
         return list(zip(first, second, strict=True))
 
+    @property
+    def handed_over(self) -> dict[Buffer, Buffer]:
+        """Receive buffers that two stages of the rank share, each with the tensor that takes its place.
+
+        Source: `torch.distributed.pipelining.stage:_PipelineStageBase.set_local_fwd_input`,
+        `torch.distributed.pipelining.stage:_PipelineStageBase.set_local_bwd_input`.
+        """
+        found: dict[Buffer, Buffer] = {}
+        local = {index: i for i, index in enumerate(self.indices)}
+        for index, i in local.items():
+            if index + 1 in local and self.stages[i].keeps_received:
+                after = local[index + 1]
+                found[self.received[after][0]] = self.stages[i].trace.sent
+                found[self.received[i][1]] = self.stages[after].trace.boundary_grad
+        return found
+
     @cached_property
     def grads(self) -> Alive:
         """The gradients that the optimizer sees."""

@@ -43,6 +43,7 @@ class Player:
             update=tuple(updated),
             step_counts=stages.step_counts,
             host=host_of(stages),
+            handed_over=stages.handed_over if len(stages.stages) > 1 else {},
             program=None if stages.device.on_cpu else partial(program, stages, self.modules),
         )
 
