@@ -111,7 +111,7 @@ class Budget:
                 "model": estimate.model.name,
                 "n_parameters": estimate.n_parameters,
                 "cluster": None if estimate.cluster is None else estimate.cluster.to_dict(),
-                "plan": estimate.plan.mesh_text,
+                "plan": str(estimate.plan.mesh),
                 "verdict": estimate.verdict,
                 "tokens": self.tokens,
                 "chinchilla_tokens": self.chinchilla_tokens,
@@ -220,5 +220,5 @@ def budget_text(budget: Budget) -> str:
     if budget.energy_kwh is not None and cluster is not None:
         power = f"{cluster.gpu.board_power_w:g} W a board at most; GPUs alone"
         rows.append(("kWh", f"{budget.energy_kwh:,.0f}", power))
-    head = f"{headline(estimate)}\n{wrapped(estimate.plan.mesh_text)}"
+    head = f"{headline(estimate)}\n{wrapped(str(estimate.plan.mesh))}"
     return "\n\n".join([head, text_table(rows, "<><"), wrapped(estimate.time_model.label)])

@@ -9,7 +9,7 @@ from memplan.engines.options import not_usual
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
 from memplan.hardware import VERDICTS
-from memplan.plan import MESH_AXES
+from memplan.mesh import axis_names, inner_first
 from memplan.tables import SAID, notes_text, verdict_text
 from memplan.text_tables import text_table, wrapped
 from memplan.units import human_bytes, in_unit, table_unit
@@ -87,10 +87,10 @@ def plan_text(estimated: Estimate) -> str:
     'pp=1 x dp=2 x tp=1, zero=3, recompute=full, micro_batch=1'
     """
     plan = estimated.plan
-    parts = [plan.mesh_text]
+    parts = [str(plan.mesh)]
     if plan.pp > 1:
         parts.append(f"schedule={plan.schedule}")
-    said = ("dp", "tp", "pp", "dp_replicate", "micro_batch", "global_batch", "seq_len", "schedule")
+    said = (*axis_names(), "micro_batch", "global_batch", "seq_len", "schedule")
     parts += [f"{name}={value}" for name, value in not_usual(plan).items() if name not in said]
     return ", ".join([*parts, f"micro_batch={plan.micro_batch}"])
 
@@ -185,7 +185,7 @@ def _traffic(a: Estimate, b: Estimate) -> list[str]:
     for axes, each in zip(sent, (a, b), strict=True):
         for c in each.collectives:
             axes[c.axis] += c.wire_bytes
-    ordered = [axis for axis in (*reversed(MESH_AXES), "world", "host") if axis in sent[0]]
+    ordered = list(inner_first(sent[0]))
     unit, name = table_unit([n_bytes for axes in sent for n_bytes in axes.values()])
     rows += [(f"over {axis}", *(f"{in_unit(axes[axis], unit)} {name}" for axes in sent)) for axis in ordered]
     return ["", text_table(rows, "<>>")] if len(rows) > 1 else []

@@ -20,7 +20,6 @@ from memplan.hardware import (
     Interval,
     Link,
     Verdict,
-    n_communicators,
     outside_allocator,
     resolve_cluster,
 )
@@ -355,8 +354,7 @@ class Estimate:
 
     @property
     def _outside_allocator(self) -> Interval:
-        plan = self.plan
-        return outside_allocator(n_communicators(plan.pp, plan.dp_replicate, plan.dp, plan.tp))
+        return outside_allocator(self.plan.mesh.n_communicators)
 
     @property
     def _gives_back(self) -> bool:
@@ -592,7 +590,7 @@ class Estimate:
     def __repr__(self) -> str:
         where = "" if self.cluster is None else f" on {self.cluster.name}"
         peak = f"peak {human_bytes(self.worst.peak_bytes)}"
-        return f"<Estimate of {self.model.name}{where}, {self.plan.mesh_text}, zero={self.plan.zero}: {peak}>"
+        return f"<Estimate of {self.model.name}{where}, {self.plan.mesh}, zero={self.plan.zero}: {peak}>"
 
     def _repr_html_(self) -> str:
         return html_text(str(self))
@@ -769,7 +767,7 @@ def estimate_plan(
     check_plan(model, plan, runs_on)
     if cluster is not None and plan.world_size != cluster.n_gpus:
         raise InvalidValue(
-            f"{plan.mesh_text} = {plan.world_size} ranks are not the cluster's {cluster.n_gpus} GPUs; use "
+            f"{plan.mesh} = {plan.world_size} ranks are not the cluster's {cluster.n_gpus} GPUs; use "
             f"cluster='{plan.world_size}x{cluster.gpu.name}', or leave out dp."
         )
     return estimate_of(model, plan, runs_on, cluster, stage_estimates(model, plan, runs_on))

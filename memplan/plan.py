@@ -1,8 +1,9 @@
 """Plans: the ways of dividing a training job over a cluster, and the checks of a plan's values."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from memplan.checks import LARGEST_CLUSTER
 from memplan.errors import PlanRefused
@@ -18,8 +19,8 @@ from memplan.fields import (
     described,
     described_fields,
 )
+from memplan.mesh import AXES, Mesh, axis_names, replica_axes
 from memplan.precisions import PRECISIONS, Precision
-from memplan.record import Axis
 from memplan.schedules import SCHEDULES, Schedule
 
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
@@ -38,26 +39,25 @@ N_MOMENTS: Final = {optimizer: len(moments) for optimizer, moments in MOMENTS.it
 """How many tensors each optimizer keeps per weight."""
 RECOMPUTES: Final[tuple[str, ...]] = get_args(Recompute)
 
-MESH_AXES: Final[tuple[Axis, ...]] = ("pp", "dp_replicate", "dp", "tp")
-"""The axes of the mesh, outermost first."""
-
 MOST_MICRO_BATCHES: Final = 2**23
 """The most micro-batches of a step; more are taken for a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """A place on the mesh."""
+    """A place on the mesh; `others`: along other packages' axes, by name."""
 
     pp: int = 0
     dp_replicate: int = 0
     dp: int = 0
     tp: int = 0
+    others: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
 
-def _ranks(text: str, *, left_out: str = "") -> Count:
-    """The description of a mesh axis."""
-    return Count(text, left_out=left_out, most=LARGEST_CLUSTER, varied=True)
+def ranks_along(axis: str) -> Count:
+    """The description of the field of a plan that says how many ranks there are along an axis."""
+    row = AXES.named(axis)
+    return Count(row.text, left_out=row.left_out, most=LARGEST_CLUSTER, varied=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,7 @@ class Plan:
             the sequence is all-gathered again. (The textbook's "selective" is the paper's: attention's core.)
         options: the engine's own options, a value of its `Engine.options`; None: all at their defaults.
             `memplan.engines.options.plan_of` makes a plan with them from flat keywords.
+        others: ranks along other packages' axes, by name, which are attributes of the plan too.
 
     Raises:
         InvalidValue, UnknownName: a value of the wrong type, out of range or in no table.
@@ -86,10 +87,10 @@ class Plan:
             check: `memplan.engines.checks.check_plan`.
     """
 
-    dp: int = described(1, _ranks("Data-parallel ranks", left_out="what the cluster has left"))
-    tp: int = described(1, _ranks("Tensor-parallel ranks"))
-    pp: int = described(1, _ranks("Pipeline-parallel ranks"))
-    dp_replicate: int = described(1, _ranks("Replicas of the dp ranks that shard between them (HSDP)"))
+    dp: int = described(1, ranks_along("dp"))
+    tp: int = described(1, ranks_along("tp"))
+    pp: int = described(1, ranks_along("pp"))
+    dp_replicate: int = described(1, ranks_along("dp_replicate"))
     zero: int = described(
         0,
         Count(
@@ -152,26 +153,44 @@ class Plan:
         ),
     )
     options: Any = None
+    others: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, field in FIELDS.items():
+        for name, known in FIELDS.items():
             if name != "global_batch":
-                object.__setattr__(self, name, field.checked(name, getattr(self, name)))
+                object.__setattr__(self, name, known.checked(name, getattr(self, name)))
+        others = [(axis, ranks_along(axis).checked(axis, n)) for axis, n in self.others]
+        object.__setattr__(self, "others", tuple([(axis, n) for axis, n in others if n > 1]))
         least = self.batch_of(self.pp * self.virtual_stages)
         asked = least if self.global_batch == 0 else self.global_batch
         object.__setattr__(self, "global_batch", FIELDS["global_batch"].checked("global_batch", asked))
         for rule in PLAN_RULES:
             rule(self)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The ranks along another package's axis."""
+            if name in AXES.own or name.startswith("_") or name not in AXES.names():
+                raise AttributeError(f"a Plan has no field {name!r}.")
+            return dict(self.others).get(name, 1)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks along each axis."""
+        return Mesh({axis: getattr(self, axis) for axis in axis_names()})
+
     @property
     def world_size(self) -> int:
-        """Ranks: pp x dp_replicate x dp x tp."""
-        return self.pp * self.n_replicas * self.tp
+        """All ranks."""
+        n_ranks: int = self.mesh.n_ranks
+        return n_ranks
 
     @property
     def n_replicas(self) -> int:
-        """Data-parallel ranks that the global batch is divided over: dp_replicate x dp."""
-        return self.dp_replicate * self.dp
+        """The ranks that the global batch is divided over: dp_replicate x dp."""
+        n_replicas: int = prod([getattr(self, axis) for axis in replica_axes(axis_names())])
+        return n_replicas
 
     @property
     def ddp(self) -> bool:
@@ -232,20 +251,9 @@ class Plan:
         >>> Plan(dp=2, tp=2, global_batch=2).place(3)
         Rank(pp=0, dp_replicate=0, dp=1, tp=1)
         """
-        rest, tp = divmod(rank, self.tp)
-        rest, dp = divmod(rest, self.dp)
-        pp, dp_replicate = divmod(rest, self.dp_replicate)
-        return Rank(pp=pp, dp_replicate=dp_replicate, dp=dp, tp=tp)
-
-    @property
-    def mesh_text(self) -> str:
-        """The mesh, for people.
-
-        >>> Plan(dp=2, pp=2, global_batch=2).mesh_text
-        'pp=2 x dp=2 x tp=1'
-        """
-        hybrid = f"dp_replicate={self.dp_replicate} x " if self.dp_replicate > 1 else ""
-        return f"pp={self.pp} x {hybrid}dp={self.dp} x tp={self.tp}"
+        found = self.mesh.place(rank)
+        others = tuple([(axis, found.pop(axis)) for axis in list(found) if axis not in AXES.own])
+        return Rank(**found, others=others)
 
 
 FIELDS: Final[dict[str, Field]] = described_fields(Plan)
@@ -255,8 +263,7 @@ FIELDS: Final[dict[str, Field]] = described_fields(Plan)
 def _check_world(plan: Plan) -> None:
     if plan.world_size > LARGEST_CLUSTER:
         raise PlanRefused(
-            f"{plan.mesh_text} = {plan.world_size} ranks are more than {LARGEST_CLUSTER}; "
-            "use smaller degrees.",
+            f"{plan.mesh} = {plan.world_size} ranks are more than {LARGEST_CLUSTER}; use smaller degrees.",
             kind="more ranks than any cluster has",
         )
 

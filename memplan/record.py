@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
 
+from memplan.mesh import Group
 from memplan.shapes import Buffer, DType, Parameter, Shape, n_elements
 
 Phase = Literal["forward", "backward", "recompute"]
@@ -33,9 +34,6 @@ PassPart = Literal["forward", "backward", "backward-input", "backward-weight"]
 
 StepPhase = Literal["forward", "backward", "optimizer"]
 """What a rank does at an instant of its step."""
-
-Axis = Literal["pp", "dp_replicate", "dp", "tp", "world", "host"]
-"""The ranks of a collective: an axis of the mesh, all ranks, or the rank and its host."""
 
 CollectiveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "copy"
@@ -166,11 +164,11 @@ class Collective:
     """`calls` equal collectives in a row; compared by identity.
 
     `payload_bytes` is the operand of each call as the framework passes it: the full tensor of an all-gather
-    or a reduce-scatter. `what` is for people.
+    or a reduce-scatter. `axis`: the group of ranks, as `memplan.mesh` names it. `what` is for people.
     """
 
     kind: CollectiveKind
-    axis: Axis
+    axis: Group
     what: str
     payload_bytes: int
     overlap: Overlap = "nothing"

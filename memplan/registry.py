@@ -30,18 +30,26 @@ class Registry(Generic[T]):
     """Values of one kind by name.
 
     Attributes:
-        what: the word for a value; the entry points' group is `memplan.` and the word's plural.
+        what: the word for a value.
         kind: the type of the values.
         own: memplan's own: the value, or the module and the name of one that is imported when it is used.
+        plural: the word's plural, if that is not the word with an s.
     """
 
     what: str
     kind: type[T]
     own: Mapping[str, T | str]
+    plural: str = ""
+
+    @property
+    def group(self) -> str:
+        """The group of the entry points."""
+        return f"memplan.{self.plural or f'{self.what}s'}"
 
     def names(self) -> tuple[str, ...]:
         """All names, memplan's own first."""
-        return (*self.own, *sorted(set(installed(f"memplan.{self.what}s")) - set(self.own)))
+        others = installed(self.group)
+        return (*self.own, *sorted(set(others) - set(self.own))) if others else tuple(self.own)
 
     def named(self, name: str) -> T:
         """The value of a name.
@@ -80,7 +88,7 @@ def loaded(registry: Registry[T], name: str) -> T:
         module, _, attribute = own.partition(":")
         found: object = getattr(import_module(module), attribute)
     else:
-        found = installed(f"memplan.{registry.what}s")[name].load()
+        found = installed(registry.group)[name].load()
     if not isinstance(found, registry.kind):
         raise InvalidValue(
             f"{registry.what} {name!r} is {shown_value(found)}; its entry point must be a "

@@ -22,16 +22,14 @@ from memplan.errors import InvalidValue
 from memplan.files import toml_table
 from memplan.hardware import Cluster
 from memplan.memory import Bytes
+from memplan.mesh import AXES, HOST, TIMES, WORLD, Count, Group, inner_first, waits_of
 from memplan.orders import LAST_PARTS
-from memplan.plan import MESH_AXES, Plan
-from memplan.record import Axis, Compute, Counts, Overlap, Pass
+from memplan.plan import Plan
+from memplan.record import Compute, Counts, Overlap, Pass
 from memplan.traffic import CollectiveTotal
 
 Quantity: TypeAlias = float | npt.NDArray[Any]
 """A number, or one for each of many plans."""
-
-Count: TypeAlias = int | npt.NDArray[np.int64]
-"""A whole number, or one for each of many plans."""
 
 EFFICIENCY: Final = 0.5
 """The fraction of the peak rate at which matrix products are taken to run: a policy, not a measurement."""
@@ -46,7 +44,7 @@ def added(seconds: Iterable[Quantity]) -> Quantity:
     >>> added([1.0, 2.5])
     3.5
     """
-    return reduce(add, seconds)
+    return reduce(add, seconds, 0.0)
 
 
 # --- Values -----------------------------------------------------------------------------------------------
@@ -420,37 +418,34 @@ def links_used(plan: Plan, gpus_per_node: int) -> tuple[Yes, Yes]:
     Here and below the plan's degrees may be arrays over plans.
     """
     within = between = np.zeros((), np.bool_)
-    for axis, (n, stride) in _groups(plan).items():
+    mesh = plan.mesh
+    for axis, n in mesh.sizes.items():
+        stride = mesh.stride(axis)
         crosses = crosses_nodes(n, stride, gpus_per_node)
-        shares = (ranks_in_a_node(n, stride, gpus_per_node) > 1) & (axis != "pp")
+        shares = (ranks_in_a_node(n, stride, gpus_per_node) > 1) & (not AXES.named(axis).sends_along)
         within = within | (np.greater(n, 1) & (~crosses | shares))
         between = between | crosses
-    return within, between
+    n_ranks = np.where(np.less(mesh.n_communicators, 3), 1, mesh.n_ranks)  # of all, where several axes divide
+    crosses = crosses_nodes(n_ranks, 1, gpus_per_node)
+    return within | (np.greater(n_ranks, 1) & ~crosses), between | crosses
 
 
-def _groups(plan: Plan) -> dict[Axis, tuple[Count, Count]]:
-    """For each axis its number of ranks and its stride: the ranks between two neighbours."""
-    found: dict[Axis, tuple[Count, Count]] = {}
-    stride, n_divided = 1, 0
-    for axis in reversed(MESH_AXES):
-        n: int = getattr(plan, axis)
-        found[axis] = n, stride
-        stride = stride * n
-        n_divided += np.greater(n, 1).astype(np.int64)
-    found["world"] = np.where(np.less(n_divided, 2), 1, plan.world_size), 1
-    return found
+@final
+class GroupRates(dict[Group, Quantity]):
+    """Bytes per second of each group of ranks, as it is asked for; unknown rates are infinite."""
 
+    def __init__(self, plan: Plan, cluster: Cluster) -> None:
+        super().__init__()
+        self.mesh, self.cluster = plan.mesh, cluster
 
-def _axis_bytes_per_s(plan: Plan, cluster: Cluster) -> dict[Axis, Quantity]:
-    """Bytes per second of each axis; unknown rates are infinite, as no plan here uses them."""
-    within = cluster.intra_node.bytes_per_s or inf
-    between = cluster.inter_node.bytes_per_s or inf
-    rates: dict[Axis, Quantity] = {}
-    for axis, (n, stride) in _groups(plan).items():
-        rate = neighbour_bytes_per_s if axis == "pp" else ring_bytes_per_s
-        found = rate(n, stride, cluster.gpus_per_node, within, between)
-        rates[axis] = found if np.ndim(found) else float(found)
-    return rates
+    def __missing__(self, group: Group) -> Quantity:
+        links = (link.bytes_per_s or inf for link in (self.cluster.intra_node, self.cluster.inter_node))
+        in_a_line = group != WORLD and TIMES not in group and AXES.named(group).sends_along
+        rate = neighbour_bytes_per_s if in_a_line else ring_bytes_per_s
+        n, stride = self.mesh.size(group), self.mesh.stride(group)
+        found = rate(n, stride, self.cluster.gpus_per_node, *links)
+        self[group] = found if np.ndim(found) else float(found)
+        return self[group]
 
 
 def _step_times(
@@ -477,8 +472,8 @@ def _step_times(
         yield replace(time, bubble_s=float(waited_s(plan, total_busy_s, busy_s(time.parts))))
 
 
-Sent: TypeAlias = dict[Axis, Any]
-"""Bytes that a rank sends over each axis."""
+Sent: TypeAlias = Mapping[Group, Any]
+"""Bytes that a rank sends among each group of ranks."""
 
 
 class Work(NamedTuple):
@@ -499,19 +494,19 @@ class Work(NamedTuple):
 
 
 def sent_bytes(collectives: Iterable[CollectiveTotal]) -> dict[Overlap, Sent]:
-    """Bytes of a rank's collectives by their overlap, then by axis."""
-    sent: dict[Overlap, Sent] = {overlap: Counter() for overlap in get_args(Overlap)}
+    """Bytes of a rank's collectives by their overlap, then by the group of ranks."""
+    sent: dict[Overlap, Counter[Group]] = {overlap: Counter() for overlap in get_args(Overlap)}
     for c in collectives:
         sent[c.overlap][c.axis] += c.wire_bytes
-    return sent
+    return dict(sent)
 
 
 class Rates(NamedTuple):
-    """The rates of a plan, or of many: matrix products, the GPU's memory, each axis."""
+    """The rates of a plan, or of many: matrix products, the GPU's memory, each group of ranks."""
 
     flops_per_s: float
     memory_bytes_per_s: float
-    bytes_per_s: dict[Axis, Quantity]
+    bytes_per_s: GroupRates
 
 
 def rates_of(plan: Plan, cluster: Cluster) -> Rates:
@@ -519,7 +514,7 @@ def rates_of(plan: Plan, cluster: Cluster) -> Rates:
     return Rates(
         peak_flops_per_s(plan, cluster) or inf,
         cluster.gpu.memory_bytes_per_s or inf,
-        _axis_bytes_per_s(plan, cluster),
+        GroupRates(plan, cluster),
     )
 
 
@@ -531,17 +526,17 @@ def parts_s(work: Work, rates: Rates, efficiency: float) -> dict[str, Quantity]:
     forward_s, backward_s, again_s = (compute_s(n, rates.flops_per_s, efficiency) for n in of_passes)
     products_s = forward_s + backward_s
     beside_s = exposed_s(
-        _over_data_axes(seconds["backward"]),
-        _over_data_axes(seconds["compute"]),
+        added(seconds["backward"].values()),
+        added(seconds["compute"].values()),
         work.reducing * (backward_s + again_s),
         products_s + again_s,
     )
     return {
         "compute_s": products_s,
         "recompute_s": again_s,
-        "tp_s": waits["tp"],
-        "dp_s": _over_data_axes(waits) + beside_s,
-        "pp_s": waits["pp"],
+        "tp_s": _waits(waits, "tp"),
+        "dp_s": _waits(waits, "dp") + beside_s,
+        "pp_s": _waits(waits, "pp"),
         "bubble_s": 0.0,
         "update_s": work.moved_bytes / rates.memory_bytes_per_s,
     }
@@ -558,9 +553,10 @@ def waited_s(plan: Plan, total_busy_s: Quantity, own_busy_s: Quantity) -> Quanti
     return bubble_s(fraction, (total_busy_s - own_busy_s) / np.maximum(1, plan.pp - 1))
 
 
-def _seconds(sent: Sent, rates: dict[Axis, Quantity]) -> dict[Axis, Quantity]:
-    return {axis: sent[axis] / rate for axis, rate in rates.items()}
+def _seconds(sent: Sent, rates: GroupRates) -> dict[Group, Quantity]:
+    return {group: sent[group] / rates[group] for group in inner_first(sent) if group != HOST}
 
 
-def _over_data_axes(seconds: dict[Axis, Quantity]) -> Quantity:
-    return added([seconds[axis] for axis in ("dp", "dp_replicate", "world")])
+def _waits(seconds: Mapping[Group, Quantity], part: str) -> Quantity:
+    """The seconds of the groups whose traffic is counted in a part of the step."""
+    return added([each for group, each in seconds.items() if waits_of(group) == part])

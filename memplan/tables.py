@@ -12,7 +12,8 @@ from memplan.command import command_text, estimate_command
 from memplan.engines.options import not_usual
 from memplan.estimate import Estimate, StageEstimate
 from memplan.hardware import Cluster, Verdict
-from memplan.plan import MESH_AXES, Plan
+from memplan.mesh import axis_names
+from memplan.plan import Plan
 from memplan.shapes import KINDS, Buffer
 from memplan.text_tables import frame, interval_text, margin_text, printable, text_table, wrapped
 from memplan.units import binary_unit, human_bytes, in_unit, scaled, table_unit, time_unit
@@ -28,7 +29,6 @@ BRIEF_KINDS: Final = dict(zip(KINDS, ("weights", "grads", "optim.", "activ.", "t
 LEDGER_COLUMNS: Final = ("name", "kind", "shape", "dtype", "count", "each_bytes", "total_bytes")
 
 HEADED: Final = (
-    *MESH_AXES,
     "zero",
     "sequence_parallel",
     "schedule",
@@ -36,7 +36,7 @@ HEADED: Final = (
     "global_batch",
     "seq_len",
 )
-"""The fields of a plan in the lines "mesh" and "batch"."""
+"""The fields of a plan, beside the axes of its mesh, in the lines "mesh" and "batch"."""
 
 ALWAYS: Final = ("precision", "optimizer", "recompute")
 """The fields that the line "options" shows even at their defaults."""
@@ -194,10 +194,10 @@ def _rounded(per_s: float) -> str:
 def _plan(estimate: Estimate) -> str:
     """The plan in two lines, with what was left to its defaults."""
     model, plan = estimate.model, estimate.plan
-    how = [plan.mesh_text, f"zero={plan.zero}", *(["sequence_parallel"] if plan.sequence_parallel else [])]
+    how = [str(plan.mesh), f"zero={plan.zero}", *(["sequence_parallel"] if plan.sequence_parallel else [])]
     how += [f"schedule={plan.schedule}"] if plan.pp > 1 else []
     options = {name: getattr(plan, name) for name in ALWAYS} | not_usual(plan)
-    how += [f"{name}={value}" for name, value in options.items() if name not in HEADED]
+    how += [f"{name}={value}" for name, value in options.items() if name not in (*HEADED, *axis_names())]
     layers = f"{model.n_blocks} layers" if model.n_blocks else "no repeated blocks"
     size = f"{estimate.n_parameters:,} parameters, {layers}; code: {model.code}"
     return "\n".join(map(wrapped, [f"{', '.join(how)}; {batch_text(plan)}", size]))

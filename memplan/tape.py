@@ -29,7 +29,6 @@ from memplan.record import (
     AccumulateGrad,
     AddToIncoming,
     Alloc,
-    Axis,
     Collective,
     CollectiveKind,
     Compute,
@@ -602,7 +601,7 @@ class Tape:
 
     def collective(self, kind: CollectiveKind, axis: str, what: str, payload_bytes: int) -> None:
         """Record a collective over an axis of the mesh."""
-        what, over = f"{self.scope}{what}, {self.phase}", cast("Axis", axis)
+        what, over = f"{self.scope}{what}, {self.phase}", axis
         self.events.append(Collective(kind=kind, axis=over, what=what, payload_bytes=payload_bytes))
 
     def over(self, axis: str, placement: Placement) -> Placements:

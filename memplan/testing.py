@@ -22,6 +22,7 @@ from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_fields, with_said
 from memplan.errors import MissingRule, PlanRefused
 from memplan.estimate import Estimate, estimate_plan
+from memplan.mesh import HOST
 from memplan.models import Model
 from memplan.plan import Plan
 from memplan.search.bounds import bounds
@@ -101,7 +102,7 @@ def check_traffic(estimate: Estimate) -> None:
     plan = estimate.plan
     for stage in estimate.stages:
         for c in stage.collectives:
-            ranks = {"world": plan.world_size, "host": 2}.get(c.axis) or getattr(plan, c.axis)
+            ranks = 2 if c.axis == HOST else plan.mesh.size(c.axis)
             _hold(estimate, c.calls > 0 and ranks > 1, f"{c.kind} over {c.axis}, which has {ranks} rank(s)")
             _hold(estimate, 0 <= c.wire_bytes <= 2 * c.payload_bytes, f"{c.kind} sends {c.wire_bytes} bytes")
     passed = {

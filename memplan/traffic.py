@@ -1,13 +1,12 @@
 """Traffic as a fold over the record of a step: every collective, summed by kind, mesh axis and purpose."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any
 
 from memplan.engines.base import ENGINES
-from memplan.plan import MESH_AXES, Plan
-from memplan.record import Axis, Collective, CollectiveKind, Counts, Overlap
-
-AXES: Final[tuple[Axis, ...]] = (*reversed(MESH_AXES), "world", "host")
+from memplan.mesh import Group, inner_first
+from memplan.plan import Plan
+from memplan.record import Collective, CollectiveKind, Counts, Overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +18,7 @@ class CollectiveTotal:
     """
 
     kind: CollectiveKind
-    axis: Axis
+    axis: Group
     what: str
     calls: int
     payload_bytes: int
@@ -41,14 +40,16 @@ class CollectiveTotal:
 def collectives(counts: Counts, plan: Plan) -> tuple[CollectiveTotal, ...]:
     """All collectives of one rank's step from their occurrences, the innermost mesh axis first."""
     wire_bytes = ENGINES.named(plan.engine).wire_bytes
-    totals: dict[tuple[CollectiveKind, Axis, str, Overlap], list[int]] = {}
+    totals: dict[tuple[CollectiveKind, Group, str, Overlap], list[int]] = {}
     for event, n in counts.items():
         if isinstance(event, Collective) and n:
             total = totals.setdefault((event.kind, event.axis, event.what, event.overlap), [0, 0])
             total[0] += n * event.calls
             total[1] += n * event.calls * event.payload_bytes
-    ranks = ranks_along(plan)
-    inner_first = sorted(totals.items(), key=lambda total: AXES.index(total[0][1]))
+    mesh = plan.mesh
+    ranks = {axis: mesh.size(axis) for _, axis, _, _ in totals}
+    order = list(inner_first(ranks))
+    ordered = sorted(totals.items(), key=lambda total: order.index(total[0][1]))
     return tuple(
         [
             CollectiveTotal(
@@ -60,12 +61,6 @@ def collectives(counts: Counts, plan: Plan) -> tuple[CollectiveTotal, ...]:
                 wire_bytes=wire_bytes(kind, payload_bytes, ranks[axis]),
                 overlap=overlap,
             )
-            for (kind, axis, what, overlap), (calls, payload_bytes) in inner_first
+            for (kind, axis, what, overlap), (calls, payload_bytes) in ordered
         ]
     )
-
-
-def ranks_along(plan: Plan) -> dict[Axis, int]:
-    """The number of ranks of each axis."""
-    ranks: dict[Axis, int] = {axis: getattr(plan, axis) for axis in MESH_AXES}
-    return ranks | {"host": 1, "world": plan.world_size}

@@ -65,6 +65,6 @@ def _show(model: Model, name: str | None, asked: dict[str, Any]) -> None:
     print(verdict_text(planned))
     display(stage_peaks(planned))  # type: ignore[no-untyped-call]
     if planned.step_s is not None:
-        display(step_time({planned.plan.mesh_text: planned}))  # type: ignore[no-untyped-call]
+        display(step_time({str(planned.plan.mesh): planned}))  # type: ignore[no-untyped-call]
     if (command := estimate_command(planned, name)) is not None:
         print(command_text(command))

@@ -291,9 +291,10 @@ def test_an_engines_rules_are_asked_of_the_numbers_that_a_search_tries(installed
 
 
 def test_an_engine_is_held_to_the_laws(installed):
-    for plan in ({}, {"tp": 2}, {"micro_batch": 2}, {"spare_blocks": 2}):
+    plans: list[dict[str, Any]] = [{}, {"tp": 2}, {"micro_batch": 2}, {"spare_blocks": 2}]
+    for plan in plans:
         check_laws(memplan.estimate("gpt2", engine="toy", **ASKED, **plan))
-    for plan in ({"pp": 2}, {"dp": 2, "tp": 4}, {"zero": 3, "dp": 8}):
+    for plan in [{"pp": 2}, {"dp": 2, "tp": 4}, {"zero": 3, "dp": 8}]:
         check_ways_out(preset("gpt2"), plan_of(engine="toy", **plan))
 
 

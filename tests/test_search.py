@@ -18,7 +18,7 @@ from memplan.engines.checks import check_plan
 from memplan.engines.trace import traced
 from memplan.errors import InvalidValue, PlanRefused, UnknownName
 from memplan.estimate import Estimate, estimate_plan
-from memplan.hardware import VERDICTS, n_communicators, outside_allocator
+from memplan.hardware import VERDICTS, outside_allocator
 from memplan.plan import RECOMPUTES
 from memplan.schedules import SCHEDULES
 from memplan.search import judge, searched
@@ -51,7 +51,7 @@ def limited(text: str, usable_gib: float) -> Cluster:
 def room_bytes(estimated: Estimate) -> int:
     """What a plan may allocate and have the verdict "fits", if the allocator reserves no more."""
     plan = estimated.plan
-    outside = outside_allocator(n_communicators(plan.pp, plan.dp_replicate, plan.dp, plan.tp))
+    outside = outside_allocator(plan.mesh.n_communicators)
     return estimated.cluster.budget_bytes - outside.high_bytes
 
 

@@ -19,7 +19,6 @@ from memplan.models.families import implemented
 from memplan.models.presets import preset_trace
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.models.traced import LARGEST_TRACE_BYTES, model_from_trace, model_of_text
-from memplan.plan import MESH_AXES
 from memplan.tape import Backend
 from validate.gpus import Gpus
 from validate.shipped import data_folder
@@ -351,7 +350,7 @@ def title(model: Decoder | TracedModel, plan: Plan) -> str:
     >>> title(preset("gpt2"), Plan(dp=2, zero=3, precision="bf16", offload=True))
     'gpt2 tied dropout, dp2 zero3 bf16 offload'
     """
-    words = [f"{axis}{getattr(plan, axis)}" for axis in MESH_AXES if getattr(plan, axis) > 1] or ["one rank"]
+    words = [f"{axis}{plan.mesh.size(axis)}" for axis in plan.mesh.divided] or ["one rank"]
     words += [f"zero{plan.zero}"] if plan.zero else []
     words += ["sp"] if plan.sequence_parallel else []
     words += [plan.schedule] if plan.pp > 1 else []

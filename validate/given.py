@@ -134,7 +134,7 @@ class GivenRanks:
         if case.plan.world_size > self._given.world_size:
             return Ended(
                 outcome="refused",
-                reason=f"{case.plan.mesh_text} = {case.plan.world_size} ranks, but the launcher started "
+                reason=f"{case.plan.mesh} = {case.plan.world_size} ranks, but the launcher started "
                 f"{self._given.world_size}; start {case.plan.world_size}.",
             )
         self._tell(f"{self._n_cases}/case", case)

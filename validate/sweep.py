@@ -213,7 +213,7 @@ def check_room(case: Case, budget: Budget) -> None:
     n_ranks = len(case.ranks)
     if case.torch_device == "cpu" and n_ranks * RANK_BYTES > budget.memory_bytes:
         raise PlanRefused(
-            f"{case.plan.mesh_text} = {n_ranks} ranks are as many processes, of at least "
+            f"{case.plan.mesh} = {n_ranks} ranks are as many processes, of at least "
             f"{human_bytes(RANK_BYTES)} each, but this machine has {human_bytes(budget.memory_bytes)} free; "
             "use smaller degrees, or start the ranks on several machines with torchrun."
         )

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 from memplan.device import Device
 from memplan.errors import ContradictoryEstimate, MissingRule, PlanRefused
 from memplan.memory import Alive, alive_at_high, n_bytes_of
+from memplan.mesh import AXES, Group, axis_names
 from memplan.models import Model
-from memplan.plan import MESH_AXES, Plan, Rank
-from memplan.record import Axis, CollectiveKind, Stretch
+from memplan.plan import Plan, Rank
+from memplan.record import CollectiveKind, Stretch
 from memplan.registry import Registry
 from memplan.replay import AllocatorProgram
 from memplan.shapes import Buffer
@@ -155,7 +156,7 @@ class DataParallelism:
     """Lower bounds of one rank's traffic and memory for data parallelism; numbers, or arrays over plans.
 
     Attributes:
-        waits: bytes sent in a step over each axis that no computation can hide.
+        waits: bytes sent in a step among each group of ranks that no computation can hide.
         reductions: bytes sent beside backward passes.
         gathers: bytes sent beside any computation.
         reducing: the share of backward passes that reduce gradients.
@@ -165,9 +166,9 @@ class DataParallelism:
         updated_bytes: the weights that the rank's optimizer updates.
     """
 
-    waits: Mapping[Axis, Any]
-    reductions: Mapping[Axis, Any]
-    gathers: Mapping[Axis, Any]
+    waits: Mapping[Group, Any]
+    reductions: Mapping[Group, Any]
+    gathers: Mapping[Group, Any]
     reducing: Any
     states_bytes: Any
     unsharded_bytes: Any
@@ -190,7 +191,7 @@ class Engine(ABC):
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 
-    axes: ClassVar[tuple[Axis, ...]] = ()
+    axes: ClassVar[tuple[str, ...]] = ()
     """The axes of the mesh that it knows; a plan with several ranks along another one is refused."""
     confirmed_gpus: ClassVar[tuple[str, ...]] = ()
     """The GPUs whose software ran the engine's plans without a GPU, and gave its bytes."""
@@ -210,12 +211,19 @@ class Engine(ABC):
         """The record of one given rank; `backend` runs its collectives, by default the device's usual one."""
 
     @property
+    def other_axes(self) -> tuple[str, ...]:
+        """The axes that it knows of other packages, outermost first."""
+        if set(self.axes) <= set(AXES.own):
+            return ()
+        return tuple([axis for axis in axis_names() if axis in self.axes and axis not in AXES.own])
+
+    @property
     def rules(self) -> tuple[Rule, ...]:
         """All checks of a plan, in order: of the axes of its mesh, then the engine's `refusals`."""
         return self._check_axes, *self.refusals
 
     def _check_axes(self, model: Model, plan: Plan) -> None:
-        for axis in MESH_AXES:
+        for axis in axis_names():
             if axis not in self.axes and (n := getattr(plan, axis)) > 1:
                 raise PlanRefused(
                     f"{axis}={n}: engine={self.name!r} divides nothing along {axis}; use {axis}=1.",

@@ -14,7 +14,8 @@ from typing import Any, Final, Literal, NamedTuple, TypedDict, TypeVar
 from memplan.engines.base import ENGINES
 from memplan.errors import InvalidValue, MemplanError, shown_value, unknown_name
 from memplan.fields import Field, described_fields
-from memplan.plan import FIELDS, Plan
+from memplan.mesh import AXES
+from memplan.plan import FIELDS, Plan, ranks_along
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,12 +79,13 @@ def option_fields(engine: str) -> dict[str, Field]:
 
 
 def plan_fields(engine: str = USUAL_ENGINE) -> dict[str, Field]:
-    """The fields of a plan under an engine: a plan's own, then the engine's options.
+    """The fields of a plan under an engine: a plan's own, other packages' axes that it knows, its options.
 
     Raises:
         UnknownName: an engine that there is not.
     """
-    return FIELDS | option_fields(engine)
+    axes = {axis: ranks_along(axis) for axis in ENGINES.named(engine).other_axes}
+    return FIELDS | axes | option_fields(engine)
 
 
 def plan_of(**values: Any) -> Plan:
@@ -93,7 +95,8 @@ def plan_of(**values: Any) -> Plan:
         MemplanError: as `memplan.Plan`; a name that is neither.
     """
     own = {name: value for name, value in values.items() if name in FIELDS}
-    plan = Plan(**own)
+    axes = {name: values.pop(name) for name in list(values) if name not in FIELDS and name in AXES.names()}
+    plan = Plan(**own, others=tuple(axes.items()))
     kind, known = ENGINES.named(plan.engine).options, option_fields(plan.engine)
     others = {name: value for name, value in values.items() if name not in FIELDS}
     for name in (name for name in others if name not in known):
@@ -113,15 +116,17 @@ def engine_of_option(name: str) -> str | None:
     """The engine that has an option of this name; None if none has."""
     for engine in ENGINES.names():
         with suppress(MemplanError, ImportError):
-            if name in option_fields(engine):
+            if name in option_fields(engine) or name in ENGINES.named(engine).other_axes:
                 return engine
     return None
 
 
 def said_by(plan: Plan) -> Iterator[Said]:
-    """A plan's own fields, then its engine's options, each with its value."""
+    """A plan's own fields, other packages' axes, then its engine's options, each with its value."""
     for name, field in FIELDS.items():
         yield Said(name, field, getattr(plan, name), Plan.__dataclass_fields__[name].default)
+    for axis in ENGINES.named(plan.engine).other_axes:
+        yield Said(axis, ranks_along(axis), getattr(plan, axis), 1)
     kind = ENGINES.named(plan.engine).options
     if kind is not None:
         options, usual = plan.options or kind(), kind()

@@ -16,11 +16,11 @@ from memplan.engines.base import Confirmation, Engine, RankRecord, Rule
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule
 from memplan.memory import Alive
+from memplan.mesh import Group
 from memplan.models import Decoder, Model, parameter_count
 from memplan.orders import under_way
 from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
 from memplan.record import (
-    Axis,
     Collective,
     CollectiveKind,
     Compute,
@@ -290,7 +290,7 @@ def traffic(model: Decoder, plan: Plan, pp_rank: int) -> Iterator[Collective]:
         yield _sent("send", "pp", "activation gradients", m, boundary_bytes)
 
 
-def _sent(kind: CollectiveKind, axis: Axis, what: str, calls: int, payload_bytes: float) -> Collective:
+def _sent(kind: CollectiveKind, axis: Group, what: str, calls: int, payload_bytes: float) -> Collective:
     return Collective(kind=kind, axis=axis, what=what, calls=calls, payload_bytes=round(payload_bytes))
 
 

@@ -10,7 +10,7 @@ from memplan.hardware.cluster import (
     resolve_cluster,
 )
 from memplan.hardware.gpu import DTYPES, Gpu, Link, gpu, gpu_names
-from memplan.hardware.overheads import Interval, n_communicators, outside_allocator
+from memplan.hardware.overheads import Interval, outside_allocator
 
 __all__ = [
     "DEFAULT_MARGIN",
@@ -25,7 +25,6 @@ __all__ = [
     "gpu",
     "gpu_names",
     "gpus_per_node",
-    "n_communicators",
     "outside_allocator",
     "resolve_cluster",
 ]

@@ -1,6 +1,6 @@
 """What a process holds on a GPU outside the caching allocator: CUDA's context, NCCL's buffers."""
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from memplan.files import toml_table
 from memplan.units import MiB
@@ -15,18 +15,6 @@ class Interval(NamedTuple):
 
 OVERHEADS: Final = "hardware/overheads.toml"
 """The table of bytes outside the allocator."""
-
-
-def n_communicators(*axes: Any) -> Any:
-    """NCCL communicators of a mesh, by the ranks along each axis: one number each, or arrays over meshes.
-
-    One for each axis with more than one rank, and one for all ranks where there are several such axes.
-
-    >>> n_communicators(1, 1, 1, 1), n_communicators(1, 1, 8, 1), n_communicators(2, 1, 2, 8)
-    (0, 1, 4)
-    """
-    n = sum(1 * (axis > 1) for axis in axes)
-    return n + 1 * (n > 1)
 
 
 def outside_allocator(n_communicators: int) -> Interval:

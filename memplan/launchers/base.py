@@ -79,7 +79,7 @@ class Job:
         """The plan and its bytes, in one line."""
         estimate, plan = self.estimate, self.estimate.plan
         return _line(
-            f"{estimate.model.name} on {plan.world_size} ranks: {plan.mesh_text}, zero={plan.zero}, "
+            f"{estimate.model.name} on {plan.world_size} ranks: {plan.mesh}, zero={plan.zero}, "
             f"{plan.precision}. memplan {version()}: {human_bytes(estimate.worst.peak_bytes)} of tensors "
             "on the fullest."
         )

@@ -12,7 +12,7 @@ from memplan.launchers.base import Job, Launcher, Limit
 from memplan.models import Decoder, end_modules, ends_are_tied
 from memplan.models.config_of import config_of
 from memplan.models.huggingface import HuggingFaceDecoder
-from memplan.plan import MESH_AXES, Plan, stage_layers
+from memplan.plan import Plan, stage_layers
 from memplan.units import MiB
 
 LINE: Final = 110
@@ -489,7 +489,7 @@ def _prepared(job: Job, source: Source) -> str:
 
 def _started(plan: Plan, kind: str) -> Iterator[str]:
     """The lines that start the process group."""
-    axes = {axis: getattr(plan, axis) for axis in MESH_AXES if getattr(plan, axis) > 1}
+    axes = {axis: plan.mesh.size(axis) for axis in plan.mesh.divided}
     if kind == "cpu":
         yield 'device = torch.device("cpu")'
     else:

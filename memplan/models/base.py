@@ -10,7 +10,6 @@ from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.device import Device
 from memplan.errors import InvalidValue, divisors_text, shown_value
 from memplan.ops import cross_entropy
-from memplan.record import Axis
 from memplan.shapes import INT64, Buffer, buffer_of
 from memplan.tape import Tensor
 
@@ -57,7 +56,7 @@ class Model(ABC):
     code: ClassVar[str] = "memplan's own modules (validate/systems/torch)"
     """The name of that code and its version, for people."""
 
-    axes: ClassVar[tuple[Axis, ...]] = ("pp", "tp")
+    axes: ClassVar[tuple[str, ...]] = ("pp", "tp")
     """The mesh axes, beside the data axes, that the code can be divided over."""
     chunks_loss: ClassVar[bool] = True
     """Whether the loss can be computed piece by piece (`loss_chunks`)."""

@@ -29,7 +29,6 @@ from memplan.ops import (
     shifted_cross_entropy,
     silu,
 )
-from memplan.record import Axis
 from memplan.shapes import BOOL, FP32, INT64, Buffer, buffer_of
 from memplan.tape import Tensor, Workspace
 
@@ -48,7 +47,7 @@ class HuggingFaceModel(Decoder, ABC):
     """A decoder of transformers, which computes its loss itself; data axes and pipelines divide it."""
 
     implementation: ClassVar[str] = "huggingface"
-    axes: ClassVar[tuple[Axis, ...]] = ("pp",)
+    axes: ClassVar[tuple[str, ...]] = ("pp",)
     chunks_loss: ClassVar[bool] = False
     computes_loss: ClassVar[bool] = True
     token_table: ClassVar[str] = "model.embed_tokens"

@@ -8,6 +8,7 @@ import numpy as np
 
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate
+from memplan.mesh import AXES, axis_names
 from memplan.plots.style import BESIDE, DASHED, MUTED, VERDICTS, checked_some, new_axes, trusts_text
 from memplan.units import GiB, human_bytes
 
@@ -122,8 +123,8 @@ def _plan_name(row: Any) -> str:
     """A row of a search in a few words, as pp4 dp2 tp8 sp zero1 full."""
     from pandas import isna
 
-    words = [f"{axis}{row[axis]}" for axis in ("pp", "dp", "tp") if row[axis] > 1]
-    words += [f"rep{row['dp_replicate']}"] if row["dp_replicate"] > 1 else []
+    mesh = [axis for axis in axis_names() if axis in row.index and row[axis] > 1]
+    words = [f"{AXES.named(axis).word or axis}{row[axis]}" for axis in mesh]
     words += ["sp"] if row["sequence_parallel"] else []
     words += [f"zero{row['zero']}"] if row["dp"] > 1 else []
     words += [f"mb{row['micro_batch']}"] if row["micro_batch"] > 1 else []

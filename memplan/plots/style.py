@@ -15,7 +15,7 @@ from memplan.engines.options import Said, said_by
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate, StageEstimate
 from memplan.hardware import Cluster, Verdict
-from memplan.plan import MESH_AXES
+from memplan.mesh import axis_names
 from memplan.tables import ALWAYS, HEADED, layers_text, trust_text
 from memplan.units import human_bytes
 
@@ -159,7 +159,7 @@ def stage_layers_text(layers: Sequence[range]) -> str:
     return f"layer{'s' if sum(map(len, layers)) > 1 else ''} {layers_text(layers)}"
 
 
-FIELDS: Final = ("dp", "tp", "pp", *HEADED[len(MESH_AXES) :], *ALWAYS)
+FIELDS: Final = ("dp", "tp", "pp", *HEADED, *ALWAYS)
 """The fields that subtitles name for every plan; others are named if they differ from their defaults."""
 
 
@@ -184,7 +184,7 @@ def trusts_text(estimates: Iterable[Estimate]) -> str:
 def _says_something(estimates: Sequence[Estimate], said: Said) -> bool:
     """Whether a field is worth naming: not a degree of 1, nor an option of several ranks or passes."""
     axis = {"zero": "dp", "schedule": "pp"}.get(said.name, said.name)
-    if axis in ("dp", "tp", "pp"):
+    if axis in axis_names():
         return any(getattr(e.plan, axis) > 1 for e in estimates)
     if said.name == "global_batch":
         return any(e.plan.n_micro_batches > 1 for e in estimates)

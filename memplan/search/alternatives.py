@@ -10,7 +10,7 @@ from memplan.estimate import Estimate
 from memplan.hardware import Cluster, gpu_names, gpus_per_node
 from memplan.models import Model, has_sequence
 from memplan.plan import Plan
-from memplan.search.plans import VARIED
+from memplan.search.plans import varied
 from memplan.search.search import searched
 from memplan.tables import headline
 from memplan.text_tables import wrapped
@@ -64,7 +64,8 @@ def alternatives(model: Model, where: Cluster, plan: Plan) -> Iterator[Alternati
 
 def _least(model: Model, where: Cluster, plan: Plan, *, offload: bool) -> Estimate | None:
     """The plan for a job that holds least, if it fits."""
-    job: dict[str, Any] = {name: value for name, value in plan_values(plan).items() if name not in VARIED}
+    of_mesh = varied(plan.engine)
+    job: dict[str, Any] = {name: value for name, value in plan_values(plan).items() if name not in of_mesh}
     try:
         return searched(model, cluster=where, offload=offload, **job, **LEAST).best
     except MemplanError:  # no mesh of this cluster can run the job

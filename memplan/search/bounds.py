@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from memplan.device import Device
 from memplan.engines.base import ENGINES, Costs, DataParallelism, PartCosts
 from memplan.hardware import Cluster
+from memplan.mesh import Group
 from memplan.models import Layers, Model
 from memplan.orders import Stages
 from memplan.plan import N_MOMENTS, RECOMPUTES, Plan, stage_layers
-from memplan.record import Axis, Overlap
+from memplan.record import Overlap
 from memplan.schedules import SCHEDULES, Schedule, first_under_way
 from memplan.search.plans import NO_LIMIT, Column, Grid, number_of, unchecked, value_of
 from memplan.steptime import (
@@ -335,22 +336,21 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
 
 def _sent(plans: _Plans, data: DataParallelism) -> dict[Overlap, Any]:
     """Bytes that the average rank sends, in the form of `Work.sent`."""
-    axes: list[Axis] = ["pp", "dp_replicate", "dp", "tp", "world", "host"]
     over_tp = plans.of("sent_bytes", "embedding") + plans.of("sent_bytes", "head")
     for n, block, recomputed in plans.runs:
         plain, again = plans.of("sent_bytes", block), plans.of("sent_bytes", recomputed)
         over_tp = over_tp + n * plain + plans.recomputed(block.kind) * (again - plain)
     crossing = plans.of_pipelines(lambda pipeline: pipeline.n_crossing)
     boundary_bytes = plans.for_micro_batch(lambda costs: costs.boundary_bytes)
-    passes: dict[Axis, Any] = {"tp": plans.m * over_tp, "pp": 2 * plans.m * crossing * boundary_bytes}
+    passes: dict[Group, Any] = {"tp": plans.m * over_tp, "pp": 2 * plans.m * crossing * boundary_bytes}
     waits = {axis: n_bytes / plans.pp for axis, n_bytes in passes.items()}
-    every_kind: dict[Overlap, Mapping[Axis, Any]] = {
+    every_kind: dict[Overlap, Mapping[Group, Any]] = {
         "nothing": {**waits, **data.waits},
         "backward": data.reductions,
         "compute": data.gathers,
     }
     return {
-        overlap: {axis: np.maximum(0, sent.get(axis, 0.0) - ROUNDED_BYTES) for axis in axes}
+        overlap: {group: np.maximum(0, n_bytes - ROUNDED_BYTES) for group, n_bytes in sent.items()}
         for overlap, sent in every_kind.items()
     }
 

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memplan.estimate import Estimate, estimate_of, stage_estimates
-from memplan.hardware import Cluster, n_communicators, outside_allocator
+from memplan.hardware import Cluster, outside_allocator
+from memplan.mesh import Mesh, axis_names
 from memplan.models import Model
-from memplan.plan import MESH_AXES, Plan
+from memplan.plan import Plan
 from memplan.search.bounds import Bounds, bounds
 from memplan.search.plans import Grid, number_of
 from memplan.search.pool import SIMPLER, Keys, Pool
@@ -80,7 +81,7 @@ class Judge:
         self.fastest = time_model if isinstance(time_model, Roofline) else Roofline(efficiency=1)
         """A roofline that is a lower bound of every step time."""
         budget, usable = (inf if n is None else n for n in (cluster.budget_bytes, cluster.gpu.usable_bytes))
-        outside = [outside_allocator(n) for n in range(n_communicators(*[2] * len(MESH_AXES)) + 1)]
+        outside = [outside_allocator(n) for n in range(len(axis_names()) + 2)]
         self._room = np.array([budget - slack_bytes - each.high_bytes for each in outside], np.float64)
         """Bytes that may be allocated within the budget, by the number of communicators."""
         self._most = np.array([usable - each.low_bytes for each in outside], np.float64)
@@ -106,7 +107,7 @@ class Judge:
         Ranks are played one after the other, until one exceeds it.
         """
         device = self.cluster.gpu.device
-        room_bytes = float(self._room[n_communicators(*[getattr(plan, axis) for axis in MESH_AXES])])
+        room_bytes = float(self._room[plan.mesh.n_communicators])
         stages = []
         for stage in stage_estimates(self.model, plan, device):
             if stage.peak_bytes > room_bytes + most_over_bytes:
@@ -130,7 +131,7 @@ class Judge:
 
 def _communicators(grid: Grid) -> NDArray[np.int64]:
     """The number of communicators of each cell's plans: [cell, 1]."""
-    return np.asarray(n_communicators(*[grid.cells[axis] for axis in MESH_AXES]))[:, None]
+    return np.asarray(Mesh(grid.cells).n_communicators)[:, None]
 
 
 @final

@@ -7,6 +7,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.engines.base import ENGINES
 from memplan.fields import Choice, Flag, Registered
 from memplan.plan import FIELDS, Plan
 
@@ -21,8 +22,10 @@ FIRST: Final = ("dp", "dp_replicate", "tp", "pp", "virtual_stages")
 VARIED: Final = (*FIRST, *(name for name, field in FIELDS.items() if field.varied and name not in FIRST))
 """The fields of Plan that a search varies."""
 
-CELL: Final = tuple([name for name in VARIED if name != "recompute_blocks"])
-"""The fields of Plan that differ from cell to cell of a grid."""
+
+def varied(engine: str) -> tuple[str, ...]:
+    """The fields that a search of an engine's plans varies: `VARIED`, and axes of other packages."""
+    return (*FIRST, *ENGINES.named(engine).other_axes, *VARIED[len(FIRST) :])
 
 
 @final
@@ -30,8 +33,8 @@ CELL: Final = tuple([name for name in VARIED if name != "recompute_blocks"])
 class Grid:
     """Plans that differ in the varied fields only: each of its cells with each number of recomputed blocks.
 
-    `cells` has one array for each field of `CELL`, all of the same length. A figure of all plans is an array
-    of `shape`; a plan's place is its index in the flattened array.
+    `cells` has one array for each field that a search varies but `recompute_blocks`, all of the same length.
+    A figure of all plans is an array of `shape`; a plan's place is its index in the flattened array.
 
     A grid's plans have `recompute`, `offload` and `sequence_parallel` in common. Either all have one
     data-parallel rank, or all several; either all use FSDP2 (ZeRO 2 and 3), or none does.
@@ -62,13 +65,14 @@ class Grid:
     @classmethod
     def of(cls, plan: Plan) -> "Grid":
         """The grid of one plan."""
-        numbers = {name: np.array([number_of(name, getattr(plan, name))]) for name in VARIED}
+        numbers = {name: np.array([number_of(name, getattr(plan, name))]) for name in varied(plan.engine)}
         blocks = numbers.pop("recompute_blocks")
         return cls(base=plan, cells=numbers, recompute_blocks=blocks)
 
     def values(self, place: int) -> dict[str, Any]:
         """The varied fields of the plan at a place."""
-        return {name: value_of(name, int(self.column(name, np.array(place)))) for name in VARIED}
+        names = varied(self.base.engine)
+        return {name: value_of(name, int(self.column(name, np.array(place)))) for name in names}
 
     def plan(self, place: int) -> Plan:
         """The plan at a place.
@@ -76,20 +80,39 @@ class Grid:
         Raises:
             PlanRefused: values that contradict each other.
         """
-        return replace(self.base, **self.values(place))
+        return with_ranks(self.base, self.values(place))
+
+
+def with_ranks(plan: Plan, values: Mapping[str, Any]) -> Plan:
+    """A plan with other values of its fields and of other packages' axes.
+
+    Raises:
+        PlanRefused: values that contradict each other.
+    """
+    own, others = _apart(plan, values)
+    return replace(plan, **own, others=others)
 
 
 def unchecked(plan: Plan, **values: Any) -> Plan:
     """A plan with other values, which may be arrays, without any check."""
+    values, others = _apart(plan, values)
+    values["others"] = others
     other = object.__new__(Plan)
     for name in Plan.__dataclass_fields__:
         object.__setattr__(other, name, values[name] if name in values else getattr(plan, name))
     return other
 
 
+def _apart(plan: Plan, values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """The values of a plan's own fields, and the ranks along other packages' axes."""
+    own = {name: value for name, value in values.items() if name in FIELDS}
+    others = {axis: n for axis, n in values.items() if axis not in FIELDS}
+    return own, tuple((dict(plan.others) | others).items())
+
+
 def _choices(field: str) -> Sequence[Any]:
     """The values whose indices a field's column holds; empty if it holds the values themselves."""
-    match FIELDS[field]:
+    match FIELDS.get(field):
         case Choice() | Registered() as known:
             return known.choices
         case Flag():

@@ -6,12 +6,14 @@ A rule reads few fields of a plan, so it is asked once for each combination of t
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
+from math import prod
 from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 
 from memplan.engines.base import ENGINES
 from memplan.errors import MemplanError, kind_of
+from memplan.mesh import AXES, axis_names, replica_axes
 from memplan.models import Model
 from memplan.plan import PLAN_RULES, Plan
 from memplan.search.plans import Column
@@ -22,8 +24,8 @@ NOT_REFUSED: Final = -1
 SIZES: Final = {"micro_batch", "global_batch"}
 """The fields of a plan that are not values of an axis, and follow from `COUNTED`."""
 
-COUNTED: Final = {"dp", "dp_replicate", "virtual_stages", "n_micro_batches"}
-"""The values of an axis that the sizes of batches follow from."""
+COUNTED: Final = {"virtual_stages", "n_micro_batches"}
+"""The values, beside the ranks that take sequences, that the sizes of batches follow from."""
 
 Choices = Sequence[Mapping[str, Any]]
 """An axis of a grid of plans: for each index the values of the same fields."""
@@ -55,6 +57,8 @@ class Rules:
         rules += [partial(rule, model) for rule in ENGINES.named(base.engine).rules]
         self.rules = [_Rule(rule) for rule in rules]
         self.texts = texts
+        self.replicas = replica_axes(axis_names())
+        self.base |= dict(base.others)
 
     def refused_by(self, pp: int, axes: Sequence[Choices], n_micro_batches: Sequence[int]) -> RefusedBy:
         """The rule that refuses each plan of a grid of pipelines of `pp` ranks."""
@@ -77,7 +81,7 @@ class Rules:
         n_read = -1
         while len(rule.read) > n_read:
             n_read = len(rule.read)
-            read = rule.read | (set() if SIZES.isdisjoint(rule.read) else COUNTED)
+            read = rule.read | (set() if SIZES.isdisjoint(rule.read) else COUNTED.union(self.replicas))
             reads = [not read.isdisjoint(axis[0]) for axis in axes]
             chosen = [axis if read else axis[:1] for axis, read in zip(axes, reads, strict=True)]
             rest = dict(common)
@@ -96,7 +100,7 @@ class Rules:
         values = rest.copy()
         for part in place:
             values.update(part)
-        n_replicas = values["dp"] * values["dp_replicate"]
+        n_replicas = prod([values.get(axis, 1) for axis in self.replicas])
         if values["n_micro_batches"]:
             n_batches = n_replicas * values["n_micro_batches"]
             values["micro_batch"] = max(1, self.base["global_batch"] // n_batches)
@@ -144,9 +148,11 @@ class _Read:
         self.values = values
 
     def __getattr__(self, name: str) -> Any:
-        if name in Plan.__dataclass_fields__:
+        if name in self.values:
             self.read.add(name)
             return self.values[name]
+        if name in AXES.names():
+            return 1
         return getattr(Plan, name).__get__(self)
 
     @property

@@ -38,7 +38,7 @@ from memplan.search.judge import (
     on_front,
 )
 from memplan.search.options import Objective, PlanOptions, Progress, SearchOptions
-from memplan.search.plans import VARIED, Grid
+from memplan.search.plans import Grid, varied
 from memplan.search.pool import Pool
 from memplan.search.rules import NOT_REFUSED
 from memplan.search.space import Ruled, Space
@@ -105,7 +105,7 @@ class Found:
     def different(self) -> tuple[str, ...]:
         """The fields of a plan in which the jobs differ; those that a search varies are no job's."""
         said = [plan_dict(job) for job in self.jobs]
-        own = [name for name in said[0] if name not in VARIED]
+        own = [name for name in said[0] if name not in varied(self.jobs[0].engine)]
         return tuple([name for name in own if any(each[name] != said[0][name] for each in said)])
 
     @property
@@ -295,8 +295,9 @@ def searched(
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
     batch = where.n_gpus if global_batch is None else global_batch
     asked |= {"seq_len": model.usual_seq_len if seq_len is None else seq_len, "global_batch": batch}
-    varied = {name: asked.pop(name, None) for name in VARIED}
-    ranges = {name: values_of(name, value) for name, value in varied.items() if value is not None}
+    engine = asked.get("engine", USUAL_ENGINE)
+    given = {name: asked.pop(name, None) for name in varied(engine)}
+    ranges = {name: values_of(name, value, engine) for name, value in given.items() if value is not None}
     job = partial(_Job, model=model, cluster=where, ranges=ranges, objective=objective, **how)
     jobs = [job(base=base) for base in bases(**asked)]
     for one in jobs:

@@ -9,12 +9,14 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.engines.base import ENGINES
 from memplan.engines.checks import check_plan
 from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
+from memplan.mesh import Mesh, axis_names
 from memplan.models import Model
-from memplan.plan import MESH_AXES, RECOMPUTES, Plan
+from memplan.plan import RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
-from memplan.search.plans import CELL, Column, Grid, number_of
+from memplan.search.plans import Column, Grid, number_of, with_ranks
 from memplan.search.rules import NOT_REFUSED, Choices, Rules
 
 MOST_CELLS: Final = 2**17
@@ -27,20 +29,6 @@ DATA: Final = (
     ((0, False), (1, False)),
 )
 """Uses of the data axis: ZeRO stages, each with or without several ranks; the least memory first."""
-
-
-class Mesh(NamedTuple):
-    """Ranks along each axis."""
-
-    pp: int
-    dp_replicate: int
-    dp: int
-    tp: int
-
-    @property
-    def n_replicas(self) -> int:
-        """Data-parallel ranks that the global batch is divided over."""
-        return self.dp_replicate * self.dp
 
 
 class Ruled(NamedTuple):
@@ -63,7 +51,7 @@ class Ruled(NamedTuple):
     def joined(cls, parts: Sequence["Ruled"]) -> "Ruled":
         """The cells of several grids with the same numbers of recomputed blocks, in one."""
         grids, rules, orders = zip(*parts, strict=True)
-        cells = {name: np.concatenate([grid.cells[name] for grid in grids]) for name in CELL}
+        cells = {name: np.concatenate([grid.cells[name] for grid in grids]) for name in grids[0].cells}
         return cls(replace(grids[0], cells=cells), np.concatenate(rules), np.concatenate(orders))
 
 
@@ -94,7 +82,7 @@ class Space:
         plan can run.
         """
         rules, pipelines = Rules(self.model, self.base, self.rules), list[_Pipelines]()
-        for _, meshes in groupby(self.meshes(), key=lambda mesh: mesh.pp):
+        for _, meshes in groupby(self.meshes(), key=lambda mesh: mesh.sizes["pp"]):
             first = sum([each.n_structures * len(each.meshes) for each in pipelines])
             pipelines.append(_Pipelines(self, rules, list(meshes), first))
         offload, divided, recompute = [self.of(name, usual) for name, usual in GRID_FIELDS.items()]
@@ -116,13 +104,16 @@ class Space:
         yield from found
 
     def _meshes(self, tps: Sequence[int]) -> Iterator[Mesh]:
-        for pp, tp in product(self.of("pp", divisors(self.n_gpus)), tps):
-            if self.n_gpus % (pp * tp):
+        every = divisors(self.n_gpus)
+        others = {axis: self.of(axis, every) for axis in ENGINES.named(self.base.engine).other_axes}
+        for sizes in product(self.of("pp", every), *others.values(), tps):
+            replicas, rest = divmod(self.n_gpus, prod(sizes))
+            if rest:
                 continue
-            replicas = self.n_gpus // (pp * tp)
+            divided = dict(zip(("pp", *others, "tp"), sizes, strict=True))
             for dp in self.of("dp", divisors(replicas)):
                 if replicas % dp == 0 and replicas // dp in self.of("dp_replicate", divisors(replicas)):
-                    mesh = Mesh(pp, replicas // dp, dp, tp)
+                    mesh = Mesh(divided | {"dp_replicate": replicas // dp, "dp": dp})
                     if self._matters(mesh):
                         yield mesh
 
@@ -143,7 +134,7 @@ class Space:
 
     def _no_mesh(self) -> str:
         """Why there is no mesh, with a way out."""
-        asked = {axis: self.ranges[axis] for axis in MESH_AXES if axis in self.ranges}
+        asked = {axis: self.ranges[axis] for axis in axis_names() if axis in self.ranges}
         said = " and ".join(f"{axis}={_either(values)}" for axis, values in asked.items())
         if any(self._meshes(self.of("tp", divisors(self.n_gpus)))):
             return (
@@ -158,9 +149,9 @@ class Space:
 
     def _matters(self, mesh: Mesh) -> bool:
         """Whether a mesh differs from others: `dp_replicate` needs several shards and ZeRO 2 or 3."""
-        if mesh.dp_replicate == 1 or "dp_replicate" in self.ranges:
+        if mesh.sizes["dp_replicate"] == 1 or "dp_replicate" in self.ranges:
             return True
-        return mesh.dp > 1 and max(self.of("zero", (3,))) >= 2
+        return bool(mesh.sizes["dp"] > 1) and max(self.of("zero", (3,))) >= 2
 
     def micro_batches(self, n_replicas: int) -> tuple[int, ...]:
         """The micro-batches that divide a replica's sequences; if none does, the first one asked for."""
@@ -234,18 +225,21 @@ class _Pipelines:
     """The plans with the same number of ranks of a pipeline.
 
     Rules are asked on the axes (zero, offload, sequence_parallel, recompute, tp, data, schedule, m), where
-    `data` are the ranks along dp and dp_replicate, and `m` is the number of micro-batches. No rule reads how
-    many blocks are recomputed if any are.
+    `data` are the ranks along dp, dp_replicate and other packages' axes, and `m` is the number of
+    micro-batches. No rule reads how many blocks are recomputed if any are.
     """
 
     def __init__(self, space: Space, rules: Rules, meshes: list[Mesh], first: int) -> None:
-        self.space, self.meshes, self.pp, self.first = space, meshes, meshes[0].pp, first
+        self.space, self.meshes, self.pp, self.first = space, meshes, meshes[0].sizes["pp"], first
         self.schedules = list(space.schedules(self.pp))
         blocks = {name: space.of(name, usual) for name, usual in GRID_FIELDS.items()}
         self.values: dict[str, tuple[Any, ...]] = {"zero": space.of("zero", (0, 1, 2, 3)), **blocks}
         self.structures = (len(self.schedules), *map(len, self.values.values()))
         self.n_structures = prod(self.structures)
-        self.tps = list(dict.fromkeys(mesh.tp for mesh in meshes))
+        names = "pp", "dp_replicate", "dp", "tp", *ENGINES.named(space.base.engine).other_axes
+        self.sizes = {axis: np.array([mesh.sizes[axis] for mesh in meshes]) for axis in names}
+        """For each axis the ranks along it on each mesh."""
+        self.tps = list(dict.fromkeys(mesh.sizes["tp"] for mesh in meshes))
         self.data = list(dict.fromkeys(map(_data, meshes)))
         self.there = self._there()
         each = [self._micro_batches(mesh) for mesh in meshes]
@@ -256,7 +250,7 @@ class _Pipelines:
         self.at = np.broadcast_to(refused_by.at, (*shape, max(1, len(ms))))
         self.strays = self._strays(rules, [not found for found in each])
         found = [
-            (i, n, self.tps.index(mesh.tp), self.data.index(_data(mesh)), m, n == each[i][0][0])
+            (i, n, self.tps.index(mesh.sizes["tp"]), self.data.index(_data(mesh)), m, n == each[i][0][0])
             for i, mesh in enumerate(meshes)
             if i not in self.strays
             for n, m in each[i]
@@ -278,7 +272,7 @@ class _Pipelines:
             *others,
             [{**one, "recompute_blocks": blocks.get(one["recompute"])} for one in recomputes],
             [{"tp": tp} for tp in self.tps],
-            [{"dp": dp, "dp_replicate": dp_replicate} for dp, dp_replicate in self.data],
+            [dict(each) for each in self.data],
             [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
         ]
 
@@ -288,7 +282,7 @@ class _Pipelines:
         zeros, offload, split, _ = self.values.values()
         axes = zeros, offload, split, self.tps, self.data
         found = [
-            zero in of("zero", _zeros(*data))
+            zero in of("zero", _zeros(dict(data)))
             and offloaded in of("offload", yes_or_no if zero >= 2 else no)
             and divided in of("sequence_parallel", yes_or_no if tp > 1 else no)
             for zero, offloaded, divided, tp, data in product(*axes)
@@ -301,10 +295,10 @@ class _Pipelines:
         can_run = (runs & self.there).any(axis=(0, 1, 2))
         found = {}
         for i, mesh in enumerate(self.meshes):
-            tp, data = self.tps.index(mesh.tp), self.data.index(_data(mesh))
+            tp, data = self.tps.index(mesh.sizes["tp"]), self.data.index(_data(mesh))
             first = int(self.there[..., tp, data].argmax()) * self.structures[-1]
             if undivided[i]:
-                values = mesh._asdict() | {"micro_batch": self.space.micro_batches(mesh.n_replicas)[0]}
+                values = mesh.sizes | {"micro_batch": self.space.micro_batches(mesh.n_replicas)[0]}
                 error = refusal(self.space.model, self.space.base, values)
                 found[i] = first, rules.number(None if error is None else kind_of(error))
             elif not can_run[tp, data]:
@@ -326,7 +320,7 @@ class _Pipelines:
         found = [
             (0, i, self.space.micro_batches(self.meshes[i].n_replicas)[0], rule)
             for i, (first, rule) in self.strays.items()
-            if first == structure and (self.meshes[i].dp > 1) == several
+            if first == structure and (self.meshes[i].sizes["dp"] > 1) == several
         ]
         if found:
             yield self._ruled(
@@ -335,7 +329,7 @@ class _Pipelines:
 
     def _running_grids(self, place: tuple[int, ...], several: bool) -> Iterator[Ruled]:
         """The other meshes, with the schedules whose stages are recomputed by the same numbers of blocks."""
-        there = self.there[place[:-1]] & np.array([(dp > 1) == several for dp, _ in self.data])
+        there = self.there[place[:-1]] & np.array([(dict(each)["dp"] > 1) == several for each in self.data])
         chosen = there[self.cells.tp, self.cells.data]
         if not chosen.any():
             return
@@ -364,7 +358,7 @@ class _Pipelines:
         schedule, mesh, micro_batch, rule = columns
         shared = {name: values[i] for (name, values), i in zip(self.values.items(), place, strict=True)}
         cells = {name: np.full(len(mesh), number_of(name, value)) for name, value in shared.items()}
-        cells |= zip(Mesh._fields, np.array(self.meshes)[mesh].T.copy(), strict=True)
+        cells |= {axis: sizes[mesh] for axis, sizes in self.sizes.items()}
         schedules = np.array([(number_of("schedule", name), v) for name, v in self.schedules])
         cells["schedule"], cells["virtual_stages"] = schedules[schedule].T.copy()
         cells["micro_batch"] = micro_batch
@@ -393,21 +387,21 @@ def _either(values: Iterable[Any]) -> str:
     return " or ".join(map(str, values))
 
 
-def _data(mesh: Mesh) -> tuple[int, int]:
-    """The ranks along dp and dp_replicate."""
-    return mesh.dp, mesh.dp_replicate
+def _data(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    """The ranks along the axes that are not rules' own axes, by name: dp, dp_replicate, other packages'."""
+    return tuple([(axis, n) for axis, n in mesh.sizes.items() if axis not in ("pp", "tp")])
 
 
-def _zeros(dp: int, dp_replicate: int) -> tuple[int, ...]:
-    if dp_replicate > 1:
+def _zeros(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    if sizes["dp_replicate"] > 1:
         return (2, 3)
-    return (0, 1, 2, 3) if dp > 1 else (0,)
+    return (0, 1, 2, 3) if sizes["dp"] > 1 else (0,)
 
 
 def refusal(model: Model, base: Plan, values: Mapping[str, Any]) -> MemplanError | None:
     """Why a plan cannot run; None if it can."""
     try:
-        check_plan(model, replace(base, **values))
+        check_plan(model, with_ranks(base, values))
     except MemplanError as error:
         return error
     return None

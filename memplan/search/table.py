@@ -8,7 +8,7 @@ from memplan.comparison import numbered_ties
 from memplan.engines.options import not_usual, plan_dict
 from memplan.estimate import Estimate
 from memplan.search.judge import Judged
-from memplan.search.plans import VARIED
+from memplan.search.plans import varied
 from memplan.search.space import refusal
 from memplan.tables import figures_of, trust_text
 from memplan.text_tables import frame, interval_text, margin_text
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from memplan.search.search import Found
 
 COLUMNS: Final = (
-    *VARIED,
     "global_batch",
     "seq_len",
     "n_micro_batches",
@@ -61,9 +60,9 @@ def search_frame(found: "Found") -> "pandas.DataFrame":
 
 
 def columns_of(found: "Found") -> tuple[str, ...]:
-    """The names of the columns: `COLUMNS`, then the other options that were asked for."""
-    names = dict.fromkeys(name for job in found.jobs for name in not_usual(job))
-    return (*COLUMNS, *(name for name in names if name not in COLUMNS))
+    """The names of the columns: what a search varies, `COLUMNS`, the other options that were asked for."""
+    names = dict.fromkeys((*varied(found.jobs[0].engine), *COLUMNS))
+    return tuple(names | dict.fromkeys(name for job in found.jobs for name in not_usual(job)))
 
 
 def counts(found: "Found") -> dict[str, Any]:
@@ -182,5 +181,8 @@ def why_not(estimated: Estimate) -> str | None:
     usable = human_bytes(cluster.gpu.usable_bytes or 0)
     if verdict == "does not fit":
         return f"{human_bytes(worst.peak_bytes)} are allocated {where}; {usable} are usable"
-    held = estimated.device_bytes or (0, 0)
+    held = estimated.device_bytes
+    if held is None:
+        tensors = f"at least {human_bytes(worst.peak_bytes)} of tensors {where}"
+        return f"{tensors}; {usable} are usable, and what the allocator reserves is not known"
     return f"a GPU holds {interval_text(held)} {where}; {usable} are usable, {margin_text(cluster.margin)}"

@@ -7,7 +7,7 @@ from typing import Any, Final
 from memplan.command import command_text
 from memplan.comparison import TIE
 from memplan.engines.options import plan_dict
-from memplan.plan import MESH_AXES
+from memplan.mesh import AXES, axis_names
 from memplan.search.search import Found
 from memplan.search.table import estimated_rows, search_rows
 from memplan.tables import cluster_text, counted_in, notes_text, step_text
@@ -117,9 +117,10 @@ def _head(found: Found) -> str:
 
 
 def _plans(rows: Sequence[Mapping[str, Any]], first: int, found: Found) -> str:
-    hybrid = any(row["dp_replicate"] > 1 for row in rows)
-    mesh = [axis for axis in MESH_AXES if hybrid or axis != "dp_replicate"]
-    heads = {"dp_replicate": "rep"}
+    known = {axis: AXES.named(axis) for axis in axis_names() if axis in rows[0]}
+    mesh = [
+        axis for axis, own in known.items() if not own.hidden_if_one or any(row[axis] > 1 for row in rows)
+    ]
     several = [name for name in JOB if len({row[name] for row in rows}) > 1]
     others = [name for name in found.different if name not in JOB]
     counted = counted_in(max(job.seq_len for job in found.jobs))
@@ -128,7 +129,7 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int, found: Found) -> str:
     cells: list[tuple[str, ...]] = [
         (
             "#",
-            *(heads.get(axis, axis) for axis in mesh),
+            *(known[axis].word or axis for axis in mesh),
             *(JOB[name] for name in several),
             "zero",
             "mb",

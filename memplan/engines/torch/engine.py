@@ -13,8 +13,9 @@ from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
 from memplan.engines.trace import EMPTY, Block, Segment
 from memplan.hardware import gpu
+from memplan.mesh import AXES
 from memplan.models import Layers, Model, TracedModel, counted_weights
-from memplan.plan import MESH_AXES, Plan, Rank
+from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
 from memplan.shapes import FP32, Parameter
 from memplan.tape import Backend
@@ -25,7 +26,7 @@ class TorchEngine(Engine):
     """DDP, ZeroRedundancyOptimizer, FSDP2, tensor parallelism and pipelining as PyTorch 2.13 runs them."""
 
     name = "torch"
-    axes = MESH_AXES
+    axes = tuple(AXES.own)
     refusals = REFUSALS
     options = TorchOptions
     gives_bounds = True

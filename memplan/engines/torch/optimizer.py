@@ -9,9 +9,10 @@ from typing import Final, NamedTuple
 
 from memplan.engines.torch.sharding import partial_sum
 from memplan.engines.torch.stage import RankStages, trained
+from memplan.mesh import WORLD, Group
 from memplan.placements import Partial, Shard
-from memplan.plan import MESH_AXES, MOMENTS, N_MOMENTS
-from memplan.record import Axis, Collective, Event, Stretch, allocs, chain, events, frees, repeated
+from memplan.plan import MOMENTS, N_MOMENTS
+from memplan.record import Collective, Event, Stretch, allocs, chain, events, frees, repeated
 from memplan.shapes import FP32, FP64, Buffer, Parameter, buffer_of
 
 Counted = Sequence[tuple[Parameter, int]]
@@ -56,7 +57,7 @@ def _sync_parameters(stages: RankStages) -> Iterator[Stretch]:
         yield events("broadcast of updated weights", sent)
 
 
-def _all_reduce(axis: Axis, what: str, n_bytes: int) -> Collective:
+def _all_reduce(axis: Group, what: str, n_bytes: int) -> Collective:
     return Collective(kind="all_reduce", axis=axis, what=what, payload_bytes=n_bytes)
 
 
@@ -194,7 +195,7 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
         partial = [(p, n) for p, n in group if p.has_partial_grad]
         n_norms = sum(n for _, n in group)
         names = ["norms of gradients", "stacked norms of gradients"]
-        axes: dict[Axis, bool] = {"dp": plan.fsdp, "tp": plan.tp > 1 and group[0][0].is_dtensor}
+        axes: dict[Group, bool] = {"dp": plan.fsdp, "tp": plan.tp > 1 and group[0][0].is_dtensor}
         divided_over = [axis for axis, divided in axes.items() if divided]
         if divided_over:
             names += ["powers of norms", "all-reduced powers of norms", "all-reduced norms"]
@@ -224,7 +225,7 @@ def _norms_of_chunks(stages: RankStages, group: Counted) -> list[Buffer]:
     return [buffer_of("norms of chunks of gradients", (n_chunks * sum(n for _, n in group),), FP32)]
 
 
-def _overflow_axes(stages: RankStages) -> Iterator[Axis]:
+def _overflow_axes(stages: RankStages) -> Iterator[Group]:
     """The mesh axes over which the loss scaler all-reduces the overflow flag.
 
     For DTensors the axes that shard the first gradient; if these are not enough, all ranks too.
@@ -241,8 +242,8 @@ def _overflow_axes(stages: RankStages) -> Iterator[Axis]:
         if isinstance(laid_out.get("tp"), Shard | Partial):
             yield "tp"
     if plan.pp > 1 or (plan.tp > 1 and not plan.fsdp):
-        axes = [axis for axis in MESH_AXES if getattr(plan, axis) > 1]
-        yield axes[0] if len(axes) == 1 else "world"
+        axes = plan.mesh.divided
+        yield axes[0] if len(axes) == 1 else WORLD
 
 
 def _lists(counted: Counted, *, apart: bool) -> list[Counted]:

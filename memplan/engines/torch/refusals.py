@@ -11,7 +11,7 @@ from memplan.engines.torch.options import TorchOptions, torch_options, weight_dt
 from memplan.errors import MissingRule, PlanRefused
 from memplan.models import Model, TracedModel, ends_are_tied, not_divided
 from memplan.models.traced import Ends
-from memplan.plan import MESH_AXES, Plan
+from memplan.plan import Plan
 from memplan.shapes import BF16, FP32
 
 USUAL: Final = TorchOptions()
@@ -84,7 +84,7 @@ def _check_sizes(model: Model, plan: Plan) -> None:
 
 def _check_code(model: Model, plan: Plan) -> None:
     """Raise for a mesh axis or an option that the model's code does not support."""
-    options = [axis for axis in MESH_AXES if axis in ("pp", "tp") and axis not in model.axes]
+    options = [axis for axis in ("pp", "tp") if axis not in model.axes]
     for name in [*options, *([] if model.chunks_loss else ["loss_chunks"])]:
         if (n := getattr(plan, name)) > 1:
             raise MissingRule(

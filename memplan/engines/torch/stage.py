@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from memplan.device import CPU, Device
 from memplan.engines.recorded import recorded
@@ -251,7 +251,7 @@ class RankStages:
         other.received = self.received
         return other
 
-    def at(self, **place: int) -> "RankStages":
+    def at(self, **place: Any) -> "RankStages":
         """The same at another place on the mesh, with stages of the same kinds; traces are kept."""
         other = copy(self)
         other.rank = replace(self.rank, **place)

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memplan import Plan
 from memplan.engines.torch.options import torch_options
 from memplan.models import Decoder
-from memplan.plan import MESH_AXES, Rank, stage_layers
+from memplan.plan import Rank, stage_layers
 from memplan.shapes import DType
 from memplan.units import MiB
 from validate.standin import WithResult, materialised, with_results
@@ -51,7 +51,7 @@ def axes(plan: Plan) -> dict[str, int]:
     >>> axes(Plan(dp=2, tp=4, global_batch=2))
     {'dp': 2, 'tp': 4}
     """
-    sizes = {axis: getattr(plan, axis) for axis in MESH_AXES}
+    sizes = plan.mesh.sizes
     return {axis: n for axis, n in sizes.items() if n > 1}
 
 

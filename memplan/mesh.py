@@ -1,0 +1,220 @@
+"""The mesh: the axes along which ranks are numbered, and the groups of ranks that collectives are among.
+
+`AXES` is the table of axes. Plans, placement, traffic, time, searches, texts, flags and names of cases are
+read from it. Another package adds an axis by an entry point of the group `memplan.axes` (see
+`memplan.registry`), whose object is an `Axis`.
+
+A *group* is an axis, several neighbouring axes as one ("dp_replicate x dp"), all ranks (`WORLD`), or a rank
+and its host (`HOST`). Sizes are whole numbers, or NumPy arrays over plans.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, Final, Literal, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.errors import InvalidValue, UnknownName
+from memplan.registry import Registry
+
+Count: TypeAlias = int | npt.NDArray[np.int64]
+"""A whole number, or one for each of many plans."""
+
+Group: TypeAlias = str
+"""The ranks of a collective, by the names of its axes."""
+
+WORLD: Final[Group] = "world"
+"""All ranks."""
+
+HOST: Final[Group] = "host"
+"""A rank and its host."""
+
+TIMES: Final = " x "
+"""Between the axes of a group of several."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """An axis of the mesh.
+
+    Attributes:
+        text: what its ranks are, for people.
+        left_out: how many there are if the axis is left out, in words; empty: one.
+        takes_sequences: its ranks train on different sequences, so they divide the global batch.
+        waits: the part of a step's time that its traffic is counted in: "tp", "dp" or "pp".
+        sends_along: its ranks send to the next and the previous one alone, as in a pipeline.
+        word: its name in narrow tables.
+        hidden_if_one: a mesh with one rank along it is written without it.
+        outside_of: for another package's axis, the axis that it is just outside of.
+    """
+
+    text: str
+    waits: Literal["tp", "dp", "pp"]
+    left_out: str = ""
+    takes_sequences: bool = False
+    sends_along: bool = False
+    word: str = ""
+    hidden_if_one: bool = False
+    outside_of: str = "tp"
+
+
+AXES: Final = Registry(
+    what="axis",
+    plural="axes",
+    kind=Axis,
+    own={
+        "pp": Axis(text="Pipeline-parallel ranks", waits="pp", sends_along=True),
+        "dp_replicate": Axis(
+            text="Replicas of the dp ranks that shard between them (HSDP)",
+            waits="dp",
+            takes_sequences=True,
+            word="rep",
+            hidden_if_one=True,
+        ),
+        "dp": Axis(
+            text="Data-parallel ranks",
+            waits="dp",
+            left_out="what the cluster has left",
+            takes_sequences=True,
+        ),
+        "tp": Axis(text="Tensor-parallel ranks", waits="tp"),
+    },
+)
+"""The axes by name, memplan's own outermost first."""
+
+
+def axis_names() -> tuple[str, ...]:
+    """The names of all axes, outermost first."""
+    return _ordered(AXES.names())
+
+
+@lru_cache(maxsize=16)
+def _ordered(names: tuple[str, ...]) -> tuple[str, ...]:
+    found = [name for name in names if name in AXES.own]
+    for name in names[len(found) :]:
+        found.insert(found.index(AXES.named(name).outside_of), name)
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def replica_axes(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes among these whose ranks divide the global batch between them."""
+    return tuple([name for name in names if AXES.named(name).takes_sequences])
+
+
+@final
+class Mesh:
+    """The numbers of ranks along the axes of a plan, or of many plans with arrays of them."""
+
+    __slots__ = ("sizes",)
+
+    def __init__(self, sizes: Mapping[str, Any]) -> None:
+        self.sizes: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in axis_names()}
+
+    def __str__(self) -> str:
+        """The mesh, for people.
+
+        >>> str(Mesh({"dp": 2, "pp": 2}))
+        'pp=2 x dp=2 x tp=1'
+        """
+        shown = [(axis, n) for axis, n in self.sizes.items() if n > 1 or not AXES.named(axis).hidden_if_one]
+        return TIMES.join(f"{axis}={n}" for axis, n in shown)
+
+    @property
+    def n_ranks(self) -> Any:
+        """All ranks: the product of the axes."""
+        return prod(self.sizes.values())
+
+    @property
+    def n_replicas(self) -> Any:
+        """The ranks that divide the global batch between them."""
+        return prod([self.sizes[axis] for axis in replica_axes(tuple(self.sizes))])
+
+    @property
+    def divided(self) -> tuple[str, ...]:
+        """The axes with several ranks; of one plan."""
+        return tuple([axis for axis, n in self.sizes.items() if n > 1])
+
+    @property
+    def n_communicators(self) -> Any:
+        """NCCL communicators: one for each axis with several ranks, and one for all where there are several.
+
+        >>> [Mesh(sizes).n_communicators for sizes in ({}, {"dp": 8}, {"pp": 2, "dp": 2, "tp": 8})]
+        [0, 1, 4]
+        """
+        n = sum(1 * (size > 1) for size in self.sizes.values())
+        return n + 1 * (n > 1)
+
+    def size(self, group: Group) -> Any:
+        """The ranks of a group; a rank and its host count as one.
+
+        Raises:
+            UnknownName: an axis that there is not.
+        """
+        if group in self.sizes:
+            return self.sizes[group]
+        match group:
+            case "world":
+                return self.n_ranks
+            case "host":
+                return 1
+        return prod(self.sizes[AXES.checked_name(axis)] for axis in group.split(TIMES))
+
+    def stride(self, group: Group) -> Any:
+        """The ranks between two neighbours of a group.
+
+        Raises:
+            UnknownName: an axis that there is not.
+            InvalidValue: axes that are no neighbours, whose ranks have no common distance.
+        """
+        if group == WORLD:
+            return 1
+        names, axes = list(self.sizes), [AXES.checked_name(axis) for axis in group.split(TIMES)]
+        places = [names.index(axis) for axis in axes]
+        if places != list(range(places[0], places[0] + len(places))):
+            raise InvalidValue(
+                f"group={group!r} is of axes that are not beside each other in {TIMES.join(names)}; name "
+                "them in this order, with the ones between."
+            )
+        return prod(list(self.sizes.values())[places[-1] + 1 :])
+
+    def place(self, rank: int) -> dict[str, int]:
+        """The coordinates of a rank along each axis; the last axis is the innermost.
+
+        >>> Mesh({"dp": 2, "tp": 2}).place(3)
+        {'pp': 0, 'dp_replicate': 0, 'dp': 1, 'tp': 1}
+        """
+        found: dict[str, int] = {}
+        for axis, n in reversed(self.sizes.items()):
+            rank, found[axis] = divmod(rank, n)
+        return {axis: found[axis] for axis in self.sizes}
+
+
+def inner_first(groups: Mapping[Group, Any]) -> Iterator[Group]:
+    """Groups from the innermost axis to the outermost, then of several axes, all ranks, the host.
+
+    Raises:
+        UnknownName: an axis that there is not.
+
+    >>> list(inner_first({"host": 1, "pp": 2, "dp_replicate x dp": 4, "tp": 8}))
+    ['tp', 'pp', 'dp_replicate x dp', 'host']
+    """
+    names = [*reversed(axis_names()), *[group for group in groups if TIMES in group], WORLD, HOST]
+    for unknown in set(groups).difference(names):
+        AXES.checked_name(unknown)
+    yield from [group for group in names if group in groups]
+
+
+def waits_of(group: Group) -> str:
+    """The part of a step's time that a group's traffic is counted in.
+
+    Raises:
+        UnknownName: an axis that there is not.
+    """
+    if group == HOST:
+        raise UnknownName("the host is no group of ranks.")
+    return "dp" if group == WORLD else AXES.named(group.partition(TIMES)[0]).waits
