@@ -298,7 +298,7 @@ def test_every_field_of_a_plan_is_a_flag_and_a_field_of_compare(command: str):
     assert isinstance(known, PlanCommand)
     flags = {flag for each in [*known.params, *known.options_of(USUAL_ENGINE)] for flag in each.opts}
     assert {f"--{name.replace('_', '-')}" for name in plan_fields()} <= flags
-    assert {*FIELDS, "options"} == set(Plan.__dataclass_fields__)
+    assert {*FIELDS, "options", "others"} == set(Plan.__dataclass_fields__)
 
 
 def test_search_takes_ranges_and_several_batches():

@@ -269,7 +269,7 @@ def test_the_front_is_of_plans_that_none_beats():
     assert np.asarray(line.get_xdata()).tolist() == [30, 60, 70]
     assert np.asarray(line.get_ydata()).tolist() == [300, 800, 900]
     named = [text.get_text() for text in figure.legends[0].get_texts()][-3:]
-    assert named == ["1  dp8 zero3 mb4", "2  dp8 zero3 mb2", "3  dp8 rep2 zero3 full of 8"]
+    assert named == ["1  dp8 zero3 mb4", "2  dp8 zero3 mb2", "3  rep2 dp8 zero3 full of 8"]
 
 
 @pytest.mark.parametrize("n", [2, 5])

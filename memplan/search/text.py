@@ -118,9 +118,8 @@ def _head(found: Found) -> str:
 
 def _plans(rows: Sequence[Mapping[str, Any]], first: int, found: Found) -> str:
     known = {axis: AXES.named(axis) for axis in axis_names() if axis in rows[0]}
-    mesh = [
-        axis for axis, own in known.items() if not own.hidden_if_one or any(row[axis] > 1 for row in rows)
-    ]
+    divided = {axis for row in rows for axis in known if row[axis] > 1}
+    mesh = [axis for axis, own in known.items() if axis in divided or not own.hidden_if_one]
     several = [name for name in JOB if len({row[name] for row in rows}) > 1]
     others = [name for name in found.different if name not in JOB]
     counted = counted_in(max(job.seq_len for job in found.jobs))
