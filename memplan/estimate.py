@@ -24,6 +24,7 @@ from memplan.hardware import (
     resolve_cluster,
 )
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants, most_by_kind
+from memplan.mesh import axis_names
 from memplan.models import Model, TracedModel, implemented, model_dict, parameter_count, resolve
 from memplan.models.families import implementations_of
 from memplan.plan import (
@@ -730,7 +731,8 @@ def estimate(
         model = {"module": model, "example_inputs": example_inputs, "targets": targets, "loss": loss}
     model = resolve(model, implementation, kernels, precisions=(precision,), cache=cache)
     if dp is None:
-        axes = {"pp": pp, "dp_replicate": dp_replicate, "tp": tp}
+        given = asked | options
+        axes = {axis: given[axis] for axis in axis_names() if axis != "dp" and axis in given}
         n_other = prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items())
         asked["dp"] = _dp_left(cluster, n_other)
     asked["global_batch"] = 0 if global_batch is None else checked_count("global_batch", global_batch)

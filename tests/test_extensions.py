@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,12 +17,13 @@ import memplan
 from memplan import registry
 from memplan.cli import commands
 from memplan.device import Device
-from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
+from memplan.engines.base import ENGINES, Confirmation, Costs, DataParallelism, Engine, PartCosts, RankRecord
 from memplan.engines.options import plan_of
 from memplan.errors import ContradictoryEstimate, InvalidValue, MissingRule, PlanRefused, UnknownName
 from memplan.estimate import estimate_plan
 from memplan.fields import Choice, Count, described
 from memplan.memory import Alive
+from memplan.mesh import Axis
 from memplan.models import Decoder, Family, Layers, Model, parameter_count, preset, resolve
 from memplan.models.config import Config
 from memplan.models.families import Reader
@@ -45,12 +47,15 @@ from memplan.record import (
 from memplan.replay import AllocatorProgram, replayed
 from memplan.schedules import Schedule
 from memplan.shapes import BF16, FP32, buffer_of
-from memplan.tables import verdict_text
+from memplan.tables import estimate_text, verdict_text
 from memplan.tape import Backend, Tensor
 from memplan.testing import check_laws, check_ways_out
 from validate.cases import Case, title
 
-POINTS = """[memplan.engines]
+POINTS = """[memplan.axes]
+slice = test_extensions:SLICE
+
+[memplan.engines]
 toy = test_extensions:TOY
 broken = test_extensions:POINTS
 
@@ -86,12 +91,20 @@ class ToyOptions:
     style: str = described("plain", Choice(text="How it is played", choices=("plain", "loud")))
 
 
+SLICE = Axis(text="Ranks that hold slices of each weight", waits="tp", word="sl")
+"""An axis between dp and tp."""
+
+
 class ToyEngine(Engine):
-    """A framework of 16 bits that keeps one tensor of each block and reduces at the end."""
+    """A framework of 16 bits that keeps one tensor of each block and reduces at the end.
+
+    Ranks along `slice` divide the weights, and gather them whenever a block is computed.
+    """
 
     name = "toy"
     plays = "a toy"
-    axes = "dp", "tp"
+    axes = "dp", "slice", "tp"
+    gives_bounds = True
     options = ToyOptions
     refusals = (_in_fours,)
 
@@ -104,7 +117,7 @@ class ToyEngine(Engine):
     def play_rank(
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None
     ) -> RankRecord:
-        weights = buffer_of("all weights", (parameter_count(model) // plan.tp,), BF16, "weights")
+        weights = buffer_of("all weights", (self._elements(model, plan),), BF16, "weights")
         grads = buffer_of("all gradients", weights.shape, BF16, "grads")
         shape = plan.micro_batch, plan.seq_len, model.d_model
         output = buffer_of("output of a block", shape, BF16, "activations")
@@ -112,12 +125,18 @@ class ToyEngine(Engine):
         spare = buffer_of("spare outputs", (options.spare_blocks, *shape), BF16, "activations")
         flops = 2 * weights.shape[0] * plan.micro_batch * plan.seq_len // model.n_blocks
         computed = Compute(kind=ComputeKind.UNKNOWN, phase="forward", flops=flops, shape=shape, dtype=BF16)
-        forward = events("block", [Alloc(output), computed])
+        gathered = Collective(
+            kind="all_gather", axis="slice", what="weights of a block", overlap="compute",
+            payload_bytes=weights.n_bytes * plan.mesh.size("slice") // model.n_blocks,
+        )  # fmt: skip
+        sliced = plan.mesh.size("slice") > 1
+        forward = events("block", [*([gathered] if sliced else []), Alloc(output), computed])
         steps: list[Stretch] = [
             passed(0, "forward", repeated(forward, model.n_blocks)),
             passed(0, "backward", repeated(events("backward of a block", [Free(output)]), model.n_blocks)),
         ]
-        reduced = Collective(kind="all_reduce", axis="dp", what="all gradients", payload_bytes=grads.n_bytes)
+        among = "dp x slice" if sliced else "dp"
+        reduced = Collective(kind="all_reduce", axis=among, what="all gradients", payload_bytes=grads.n_bytes)
         step = chain(
             "step",
             events("gradients", [Alloc(grads), Alloc(spare)]),
@@ -132,6 +151,31 @@ class ToyEngine(Engine):
             grads=Alive({grads: 1}),
             program=lambda: AllocatorProgram(setup=(Alloc(weights),), step=step),
         )
+
+    def _elements(self, model: Model, plan: Plan) -> int:
+        n_parts: int = plan.tp * plan.mesh.size("slice")
+        return parameter_count(model) // n_parts
+
+    def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
+        """All weights in the embedding: the toy's blocks have shares of them."""
+        n, size = self._elements(model, plan), plan.micro_batch * plan.seq_len
+        nothing = Costs(elements=0, flops=0, backward_flops=0, sent_bytes=0, saved_bytes=0)
+        flops = 2 * n * size // model.n_blocks
+        block = nothing._replace(flops=flops, backward_flops=2 * flops, saved_bytes=2 * size * model.d_model)
+        blocks = dict.fromkeys(model.kinds, block)
+        return PartCosts(
+            embedding=nothing._replace(elements=n), head=nothing, blocks=blocks, recomputed=blocks,
+            boundary_bytes=0, received_bytes=0,
+        )  # fmt: skip
+
+    def data_parallelism(
+        self, plan: Plan, elements: Any, block_elements: Any, single: Any
+    ) -> DataParallelism:
+        gathered = plan.n_micro_batches * 2 * elements * (plan.mesh.size("slice") - 1)
+        return DataParallelism(
+            waits={}, reductions={}, gathers={"slice": gathered}, reducing=0.0, states_bytes=4 * elements,
+            unsharded_bytes=0.0, grads_bytes=0.0, updated_bytes=elements / 2,
+        )  # fmt: skip
 
 
 TOY = ToyEngine()
@@ -280,7 +324,7 @@ def test_an_engines_refusals_are_asked(installed):
 
 def test_an_engines_rules_are_asked_of_the_numbers_that_a_search_tries(installed, monkeypatch):
     """Of as many ranks and sequences as a plan has, and not of stand-ins for them."""
-    job: dict[str, Any] = {"engine": "toy", "tp": (1, 2, 4), "keep": None, **ASKED}
+    job: dict[str, Any] = {"engine": "toy", "tp": (1, 2, 4), "slice": 1, "keep": None, **ASKED}
     found = memplan.search("gpt2", **job)
     assert set(found["dp"][found["verdict"] == "fits"]) == {4, 8}
     assert set(found["dp"][found["verdict"] == "refused"]) >= {2}
@@ -296,6 +340,81 @@ def test_an_engine_is_held_to_the_laws(installed):
         check_laws(memplan.estimate("gpt2", engine="toy", **ASKED, **plan))
     for plan in [{"pp": 2}, {"dp": 2, "tp": 4}, {"zero": 3, "dp": 8}]:
         check_ways_out(preset("gpt2"), plan_of(engine="toy", **plan))
+
+
+SLICED: dict[str, Any] = {"engine": "toy", "slice": 2, **ASKED}
+
+
+def test_an_axis_is_estimated_timed_and_printed(installed):
+    """A row of the table and an engine that knows it: nothing else has heard of it."""
+    e, whole = memplan.estimate("gpt2", **SLICED), memplan.estimate("gpt2", engine="toy", **ASKED)
+    assert (e.plan.mesh.size("slice"), e.plan.dp, e.plan.world_size, e.plan.n_replicas) == (2, 4, 8, 4)
+    assert e.plan.place(3).others == (("slice", 1),)
+    assert e.peak.weights_bytes == whole.peak.weights_bytes // 2
+    sent = {c.axis: (c.kind, c.calls, c.payload_bytes, c.wire_bytes) for c in e.collectives}
+    blocks = e.plan.n_micro_batches * e.model.n_blocks
+    each_bytes = 2 * e.n_parameters // e.model.n_blocks
+    assert sent["slice"] == ("all_gather", blocks, blocks * each_bytes, blocks * each_bytes // 2)
+    assert sent["dp x slice"] == ("all_reduce", 1, e.n_parameters, 2 * e.n_parameters * 7 // 8)
+    assert "pp=1 x dp=4 x slice=2 x tp=1, zero=0, precision=" in " ".join(str(e).split())
+    assert "all_gather  slice" in estimate_text(e, details=True)
+    slow = replace(e.cluster, intra_node=replace(e.cluster.intra_node, bytes_per_s=1e6))
+    late = memplan.estimate("gpt2", **SLICED | {"cluster": slow})
+    expected_s = sum(wire_bytes for _, _, _, wire_bytes in sent.values()) / 1e6
+    assert late.step_s - e.step_s == pytest.approx(expected_s, rel=0.01)
+    assert isinstance(e.model, Decoder)
+    assert " dp4 slice2 " in title(e.model, e.plan)
+    case = Case(name="toy", model=e.model, plan=e.plan)
+    assert Case.from_dict(case.to_dict()).plan == case.plan
+
+
+def test_an_axis_is_searched_with_bounds_that_are_bounds(installed):
+    job: dict[str, Any] = {"engine": "toy", **ASKED}
+    everything = memplan.search("gpt2", keep=None, **job)
+    fitting = everything[everything["verdict"] == "fits"]
+    assert set(fitting["slice"]) == {1, 2, 4, 8}
+    best = memplan.search("gpt2", keep=3, **job)
+    assert list(best["step_s"][:3]) == list(everything["step_s"][:3])
+    for row in fitting.to_dict("records")[::5]:
+        varied = {name: row[name] for name in ("dp", "slice", "tp", "micro_batch")}
+        check_laws(memplan.estimate("gpt2", **job, **varied))
+    assert set(memplan.search("gpt2", **SLICED | {"slice": 4})["slice"]) == {4}
+
+
+def test_an_axis_is_on_the_command_line(installed):
+    job = ["--cluster", "8xh100-sxm", "--engine", "toy", "--global-batch", "16", "--seq-len", "512"]
+    run = CliRunner().invoke(commands, ["estimate", "gpt2", *job, "--slice", "2"])
+    assert run.exit_code == 0, run.output
+    assert "slice=2" in run.output
+    assert "--slice 2" in run.output
+    found = CliRunner().invoke(commands, ["search", "gpt2", *job, "--slice", "2,4", "--all"])
+    assert found.exit_code == 0, found.output
+    assert re.search(r"# +pp +dp +sl +tp ", found.output)
+    told = CliRunner().invoke(commands, ["estimate", "gpt2", "--engine", "toy", "-h"])
+    assert "Ranks that hold slices of each weight" in told.output
+    both = CliRunner().invoke(
+        commands, ["compare", "gpt2", "engine=toy,slice=2", "engine=toy,slice=8", *job[:2]]
+    )
+    assert both.exit_code == 0, both.output
+
+
+def test_what_an_engine_does_not_say_of_an_axis_is_an_error_and_no_wrong_number(installed, monkeypatch):
+    with pytest.raises(PlanRefused, match=r"slice=2: engine='torch' divides nothing along slice; use"):
+        memplan.estimate("gpt2", **SLICED | {"engine": "torch"})
+    with pytest.raises(InvalidValue, match="slice=0 is not allowed"):
+        memplan.estimate("gpt2", **SLICED | {"slice": 0})
+    e = memplan.estimate("gpt2", **SLICED)
+
+    def renamed(axis: str) -> Any:
+        collective = Collective(kind="all_reduce", axis=axis, what="more", payload_bytes=8)
+        step = chain("step", e.worst.record.step, events("more", [collective]))
+        stages = (replace(e.worst, record=replace(e.worst.record, step=step)),)
+        return replace(e, stages=stages)
+
+    with pytest.raises(UnknownName, match="unknown axis 'slyce'; did you mean 'slice'"):
+        _ = renamed("slyce").step_s
+    with pytest.raises(InvalidValue, match="dp x tp' is of axes that are not beside each other"):
+        _ = renamed("dp x tp").step_s
 
 
 def test_a_record_that_frees_a_buffer_twice_is_refused(installed, monkeypatch):
@@ -501,7 +620,7 @@ def test_an_engines_option_is_searched_with(installed):
     found = memplan.search("gpt2", **job)
     fitting = found[found["verdict"] == "fits"]
     assert set(fitting["spare_blocks"]) == {0, 3}
-    spare = fitting["command"].str.endswith("--engine toy --spare-blocks 3")
+    spare = fitting["command"].str.endswith("--spare-blocks 3")
     assert (spare == (fitting["spare_blocks"] == 3)).all()
 
 

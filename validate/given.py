@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from memplan.checks import checked_count
 from memplan.errors import InvalidValue
+from memplan.mesh import axis_names
 from validate.cases import Case
 from validate.launch import (
     LAST_WORDS_S,
@@ -58,7 +59,9 @@ class Given:
         Raises:
             InvalidValue: if the other axes do not divide them.
         """
-        n_other = prod(checked_count(axis, plan[axis]) for axis in ("pp", "dp_replicate", "tp"))
+        n_other = prod(
+            checked_count(axis, plan[axis]) for axis in axis_names() if axis != "dp" and axis in plan
+        )
         if self.world_size % n_other:
             raise InvalidValue(
                 f"The other axes' {n_other} ranks do not divide the {self.world_size} that the launcher "

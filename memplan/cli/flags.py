@@ -27,7 +27,7 @@ from memplan.fields import (
     number_or_text,
 )
 from memplan.hardware import DEFAULT_MARGIN
-from memplan.plan import FIELDS, Plan
+from memplan.plan import FIELDS, Plan, ranks_along
 from memplan.unmodelled import KEYWORDS, not_modelled
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -204,9 +204,15 @@ class PlanCommand(click.Command):
         self.defaults, self.option, self.examples = defaults or {}, option, examples
 
     def options_of(self, engine: str) -> list[click.Parameter]:
-        """The flags of an engine's own options; none for an unknown engine, which is refused later."""
-        kind = ENGINES.named(engine).options if engine in ENGINES.names() else None
-        flags = click.Command(None)
+        """The flags of other packages' axes that an engine knows, and of its own options.
+
+        None for an unknown engine, which is refused later.
+        """
+        if engine not in ENGINES.names():
+            return []
+        kind, flags = ENGINES.named(engine).options, click.Command(None)
+        for axis in ENGINES.named(engine).other_axes:
+            self.option(axis, ranks_along(axis), 1)(flags)
         if kind is not None:
             for name, field in described_fields(kind).items():
                 default = self.defaults.get(name, kind.__dataclass_fields__[name].default)

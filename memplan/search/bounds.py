@@ -220,12 +220,14 @@ class _Plans:
             sequence_parallel=bool(columns["sequence_parallel"][0, 0]),
             recompute=recompute, offload=False, layers_per_stage=None,
         )  # fmt: skip
-        tps, self._tp = np.unique(grid.cells["tp"], return_inverse=True)
-        self._costs = [_traced(model, unchecked(traced, tp=tp), device) for tp in tps.tolist()]
+        axes = ("tp", *ENGINES.named(base.engine).other_axes)
+        parts, self._part = _numbered(*[columns[axis] for axis in axes])
+        degrees = [dict(zip(axes, each, strict=True)) for each in parts]
+        self._costs = [_traced(model, unchecked(traced, **each), device) for each in degrees]
 
     def elements(self, part: Part) -> Any:
         """Elements of the weights of a part, as a tensor rank has them."""
-        return np.array([_costs_of(part, one).elements for one, *_ in self._costs])[self._tp, None]
+        return np.array([_costs_of(part, one).elements for one, *_ in self._costs])[self._part, None]
 
     def of(self, figure: str, part: Part) -> Any:
         """A figure of a part, with a cell's micro-batch."""
@@ -237,7 +239,7 @@ class _Plans:
         A single sequence has a value of its own because PyTorch copies less of it: its heads are contiguous.
         """
         traced = np.array([[figure(costs) for costs in each] for each in self._costs])
-        one, two, three = traced[self._tp].T[..., None]
+        one, two, three = traced[self._part].T[..., None]
         return np.where(self.micro_batch == 1, one, two + (three - two) * (self.micro_batch - 2))
 
     @property
