@@ -53,6 +53,11 @@ class Rank:
     tp: int = 0
     others: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """The place along each axis, by name."""
+        return {axis: getattr(self, axis) for axis in AXES.own} | dict(self.others)
+
 
 def ranks_along(axis: str) -> Count:
     """The description of the field of a plan that says how many ranks there are along an axis."""

@@ -264,7 +264,7 @@ def _plain(rank: RankMeasurement) -> dict[str, Any]:
         plain["memory"].pop(kept)
     return {
         "rank": rank.rank,
-        **plain["at"],
+        **rank.at.coordinates,
         **plain["states"],
         **{name: value for name, value in plain["memory"].items() if value is not None},
         "collectives": plain["collectives"],

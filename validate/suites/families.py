@@ -43,6 +43,8 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"micro_batch": 4, "recompute": "full"},
     {"dp": 2, "micro_batch": 2},
     {"dp": 2, "zero": 3, "micro_batch": 2, "recompute": "full"},
+    {"micro_batch": 4, "recompute": "selective", "precision": "bf16"},
+    {"dp": 2, "zero": 3, "micro_batch": 2, "recompute": "selective"},
 )
 
 

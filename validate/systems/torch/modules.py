@@ -38,6 +38,9 @@ every other `mm` and no all-reduce; here all products are kept, and all-reduces,
 reduce-scatters without sequence parallelism.
 """
 
+kept_contexts: Final = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS)
+"""The `context_fn` of `torch.utils.checkpoint` that keeps them."""
+
 
 class GptAttention(nn.Module):
     """Multi-head self-attention with one projection for queries, keys and values each."""
@@ -357,10 +360,9 @@ class Transformer(nn.Module):
         return x if self.head is None else cast(Tensor, self.head(x))
 
     def _recomputed(self, block: nn.Module, *arguments: Tensor) -> Tensor:
-        kept: Any = KEPT_OPERATIONS
+        contexts = kept_contexts
         if isinstance(block, TorchtitanBlock):
-            kept = every_second_product_kept()
-        contexts = partial(create_selective_checkpoint_contexts, kept)
+            contexts = partial(create_selective_checkpoint_contexts, every_second_product_kept())
         context_fn = contexts if self.recompute == "selective" else noop_context_fn
         return cast(Tensor, checkpoint(block, *arguments, use_reentrant=False, context_fn=context_fn))
 

@@ -35,6 +35,7 @@ from memplan.plan import Rank
 from memplan.shapes import FP32
 from validate.standin import materialised
 from validate.systems.torch.architectures import is_architecture, small_module
+from validate.systems.torch.modules import kept_contexts
 from validate.systems.torch.parallelize import replicated, shard_weights, torch_dtype, units_of_blocks
 from validate.systems.torch.passes import Passes
 from validate.systems.torch.wild_stages import (
@@ -780,14 +781,15 @@ def wild_modules(
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(torch_dtype(plan.formats.stored))
         stacks, path = stacks_of(module, model), ""
-        if plan.recompute == "full":
-            cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
+        if plan.recompute != "none":
+            kept = {"context_fn": kept_contexts} if plan.recompute == "selective" else {}
+            cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False, **kept})
         if plan.pp > 1:
             (own,) = stacks
             path = next(name for name, one in module.named_modules() if list(one.children()) == own)
             module = wild_stage(module, path, plan, stage)
             stacks = [list(module.module.get_submodule(path).children())]
-        if plan.recompute == "full":
+        if plan.recompute != "none":
             _checkpoint_only([one for own in stacks for one in own][: plan.recompute_blocks], module)
         if plan.fsdp and mesh is not None:
             shard_weights(module, _units(module, stacks, plan), plan, mesh)
