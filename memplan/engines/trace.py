@@ -132,18 +132,16 @@ class Trace:
         return gradients(self.head_backward, *blocks, self.embed_backward)
 
     def sending(self, forward: Segment) -> Segment:
-        """The forward pass of a block whose output is sent to another stage."""
-        return forward.made_once(
-            (self.boundary, self.sent),
-            lambda: Segment(
-                tuple(
-                    [
-                        Alloc(self.sent) if isinstance(e, Alloc) and e.buffer is self.boundary else e
-                        for e in forward.events
-                    ]
-                )
-            ),
-        )
+        """The forward pass of a block whose output, its newest `boundary`, is sent to another stage."""
+
+        def renamed() -> Segment:
+            found = list(forward.events)
+            made = [i for i, e in enumerate(found) if isinstance(e, Alloc) and e.buffer is self.boundary]
+            for newest in made[-1:]:
+                found[newest] = Alloc(self.sent)
+            return Segment(tuple(found))
+
+        return forward.made_once((self.boundary, self.sent), renamed)
 
 
 def kinds_of(blocks: Iterable[BlockKind]) -> frozenset[str]:
