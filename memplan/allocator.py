@@ -7,8 +7,8 @@ after a few steps.
 Assumes: a new segment has a higher address than all others (which breaks ties between blocks of one size;
 in torch 2.12 the order in which blocks were made does).
 Neglects: `record_stream`, which puts off the reuse of a block that another stream has used until that stream
-gets there (FSDP2 uses events instead; NCCL process groups before torch 2.8 use it); private pools of CUDA
-graphs.
+gets there (FSDP1 uses it, and NCCL process groups before torch 2.8; FSDP2 uses events instead); private pools
+of CUDA graphs.
 
 Source: c10/cuda/CUDACachingAllocator.cpp, functions as named below.
 """
@@ -359,6 +359,10 @@ class CachingAllocator:
         self._since: dict[int, int] = {}
         """The number of large requests so far when the free block at an address was freed."""
         self.ages = Ages()
+
+    def reset_peaks(self) -> None:
+        """Forget the peaks so far, as `torch.cuda.reset_peak_memory_stats` does."""
+        self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
     def malloc(self, n_bytes: int, stream: str = "") -> Block:
         """A block for so many bytes: cached, the smallest that is large enough, or new.

@@ -697,7 +697,7 @@ def estimate(
         schedule: "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv" or "dualpipe-v".
         virtual_stages: pipeline stages on each rank of the pipeline.
         layers_per_stage: blocks of each stage in model order; left out, as even as possible.
-        offload: weights, gradients and optimizer state are kept on the host (FSDP2).
+        offload: weights, gradients and optimizer state are kept on the host (FSDP).
         clip_grad_norm: the largest norm of the whole gradient; left out, not clipped.
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
         engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict; or one
@@ -712,6 +712,12 @@ def estimate(
             another's.
             fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
             fsdp_blocks: blocks in a row that share a unit.
+            fsdp_version: 2, `fully_shard`, or 1, `FullyShardedDataParallel`.
+            use_orig_params: FSDP1's optimizer has the module's own parameters, not flat ones.
+            backward_prefetch: FSDP1 gathers the next unit of a backward pass before ("pre"), after ("post")
+                or without ("none") the one before it.
+            forward_prefetch: FSDP1 gathers the next unit of a forward pass ahead.
+            no_sync: FSDP1 accumulates whole gradients up to the last micro-batch.
             optimizer_impl: "for-loop", "foreach", "fused", or "default": torch's choice.
             set_to_none: gradients are freed after the step rather than zeroed.
             gradient_as_bucket_view: DDP's gradients are views of its buckets.

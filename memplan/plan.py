@@ -100,7 +100,7 @@ class Plan:
         0,
         Count(
             "0 DDP, 1 shards optimizer state (DDP with torch's ZeroRedundancyOptimizer, whose ranks are "
-            "uneven), 2 gradients too, 3 weights too (both FSDP2)",
+            "uneven), 2 gradients too, 3 weights too (both FSDP)",
             least=0,
             most=3,
             varied=True,
@@ -142,7 +142,7 @@ class Plan:
     layers_per_stage: tuple[int, ...] | None = described(
         None, Counts("Blocks of each stage", left_out="as even as possible", optional=True, word="layers")
     )
-    offload: bool = described(False, Flag("Keep the states on the host (FSDP2)", varied=True, word="offload"))
+    offload: bool = described(False, Flag("Keep the states on the host (FSDP)", varied=True, word="offload"))
     clip_grad_norm: float | None = described(
         None,
         Number("Clip the norm of the gradient to this", left_out="no clipping", optional=True, word="clip"),

@@ -54,7 +54,7 @@ MOST_EVENTS: Final = 500_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorProgram:
-    """The allocations and frees of one rank: `setup`, then, with the cache emptied, equal steps.
+    """The allocations and frees of one rank: `setup`, then, with an empty cache and new peaks, steps.
 
     Between steps everything that the step has left allocated is freed (gradients), except optimizer state and
     what is `kept`. Of what `first_step` leaves, only what `step` leaves too is freed, so that zeroed
@@ -490,6 +490,7 @@ class _Replay:
         self.compiled: dict[Stretch, list[_Operation]] = {}
         self._play(self._operations(program.setup))
         allocator.release_cached()
+        allocator.reset_peaks()
         self.n_given_back = allocator.n_given_back
         self._play(self._operations(program.start))
         steps = [program.step, *([] if program.first_step is None else [program.first_step])]

@@ -211,11 +211,11 @@ ROWS: Final = (
         },
     ),
     NotModelled(
-        "FSDP1",
-        "makes flat parameters of wrapped modules, and frees gathered ones later",
-        "use zero=2 or 3 of engine='torch', which is FSDP2",
+        "FairScale",
+        "has optimizers and buckets of its own",
+        "use zero=2 or 3 with fsdp_version=1: PyTorch's FullyShardedDataParallel, which came from it",
         values={
-            "engine": "fsdp1 fsdp fairscale",
+            "engine": "fairscale",
         },
     ),
     NotModelled(
@@ -238,12 +238,19 @@ ROWS: Final = (
 )
 """What is not modelled yet."""
 
+WRAPPERS: Final = {
+    "ddp": "zero=0 and dp of 2 or more",
+    "fsdp1": "fsdp_version=1 and zero=2 or 3",
+    **dict.fromkeys(("fsdp", "fsdp2"), "zero=2 or 3, with fsdp_version=1 for FullyShardedDataParallel"),
+}
+"""PyTorch's wrappers, which are asked for as engines, and how a plan says them."""
+
 KEYWORDS: Final = "of a plan"
 """The end of the words for a plan's fields and options in errors about unknown ones."""
 
 
 def not_modelled(what: str, name: str) -> str | None:
-    """A sentence on something that is not modelled: what it would change, what to use; None: no such name.
+    """A sentence on a name that is not modelled, or not where it was said; None: no such name.
 
     `what`: the words for the name's kind in an error: a plan's field, or "option of a plan".
 
@@ -255,6 +262,8 @@ def not_modelled(what: str, name: str) -> str | None:
     optimizer='AdamW_8bit' is not modelled yet
     """
     field = "" if what.endswith(KEYWORDS) else what.partition(" ")[0]
+    if field == "engine" and (said := WRAPPERS.get(name.lower())):
+        return f"engine={name!r} is a wrapper of engine='torch', not an engine; use {said}."
     for row in ROWS:
         names = row.values.get(field, "") if field else row.keywords
         if words(name) in map(words, names.split()):

@@ -214,7 +214,7 @@ OF_FSDP = (
 )
 BAD = [
     ("distributed_type: DEEPSPEED", "distributed_type='DEEPSPEED' is not planned"),
-    ("distributed_type: FSDP", "fsdp_version=1 is not planned; use 2"),
+    ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 3}", "fsdp_version=3 is not allowed; use 1 or 2"),
     ("distributed_type: 'NO'\nmixed_precision: fp8", "mixed_precision='fp8' is not planned"),
     ("distributed_type: 'NO'\nfp8_config: {backend: TE}", "fp8_config=.* changes memory"),
     ("distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR}", "dynamo_config=.* changes memory"),

@@ -21,11 +21,10 @@ from memplan.device import CPU, H100, Device
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of, with_said
 from memplan.engines.torch import RankStages
-from memplan.engines.torch.fsdp import grouped
 from memplan.engines.torch.options import DDP_COMM_HOOKS, FSDP_UNITS, OPTIMIZER_IMPLS, torch_options
-from memplan.engines.torch.param_group import Row
 from memplan.engines.torch.pipelining import left_behind
 from memplan.engines.torch.sharding import padded_shard_elements
+from memplan.engines.torch.units import Row, grouped
 from memplan.engines.trace import Segment
 from memplan.errors import ContradictoryEstimate, MissingRule, PlanRefused
 from memplan.estimate import StageEstimate, estimate_plan, rank_estimate

@@ -216,7 +216,7 @@ ASKED = [
     (["--lora-rank", "8"], {"lora_rank": 8}, "lora_rank"),
     (["--engine", "deepspeed"], {"engine": "deepspeed"}, "engine='deepspeed'"),
     (["--engine", "megatron"], {"engine": "megatron"}, "engine='megatron'"),
-    (["--engine", "fsdp1"], {"engine": "fsdp1"}, "engine='fsdp1'"),
+    (["--engine", "fairscale"], {"engine": "fairscale"}, "engine='fairscale'"),
 ]
 
 

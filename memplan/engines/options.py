@@ -28,6 +28,11 @@ class EngineOptions(TypedDict, total=False):
 
     fsdp_units: Literal["block", "block+ends", "model"]
     fsdp_blocks: int
+    fsdp_version: Literal[1, 2]
+    use_orig_params: bool
+    backward_prefetch: Literal["pre", "post", "none"]
+    forward_prefetch: bool
+    no_sync: bool
     optimizer_impl: Literal["default", "for-loop", "foreach", "fused"]
     set_to_none: bool
     gradient_as_bucket_view: bool

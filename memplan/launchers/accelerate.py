@@ -302,10 +302,8 @@ def _flag(name: str, value: object) -> bool:
 def _read_fsdp(fsdp: dict[str, Any], model: Model) -> tuple[dict[str, Any], list[str]]:
     """The keywords of `fsdp_config`, and notes."""
     version = fsdp.pop("version", 1)
-    if str(version) != "2":
-        raise InvalidValue(
-            f"fsdp_version={shown_value(version)} is not planned; use 2 (accelerate to-fsdp2)."
-        )
+    if str(version) not in ("1", "2"):
+        raise InvalidValue(f"fsdp_version={shown_value(version)} is not allowed; use 1 or 2.")
     policy = fsdp.pop("auto_wrap_policy", "NO_WRAP")
     if policy != "TRANSFORMER_BASED_WRAP":
         raise InvalidValue(
@@ -322,10 +320,12 @@ def _read_fsdp(fsdp: dict[str, Any], model: Model) -> tuple[dict[str, Any], list
         raise InvalidValue(
             "fsdp_ignored_modules leaves modules out of FSDP2, which is not planned; remove it."
         )
-    keywords: dict[str, Any] = {
-        "zero": 3 if _flag("fsdp_reshard_after_forward", fsdp.pop("reshard_after_forward", True)) else 2,
-        "offload": _flag("fsdp_offload_params", fsdp.pop("offload_params", False)),
-    }
+    keywords: dict[str, Any] = {"offload": _flag("fsdp_offload_params", fsdp.pop("offload_params", False))}
+    if str(version) == "1":
+        keywords |= _read_fsdp1(fsdp)
+    else:
+        reshards = _flag("fsdp_reshard_after_forward", fsdp.pop("reshard_after_forward", True))
+        keywords |= {"zero": 3 if reshards else 2, "fsdp_units": units_of(model)}
     if _flag("fsdp_activation_checkpointing", fsdp.pop("activation_checkpointing", False)):
         keywords["recompute"] = "full"
     for key in fsdp:
@@ -336,7 +336,45 @@ def _read_fsdp(fsdp: dict[str, Any], model: Model) -> tuple[dict[str, Any], list
             "shards by the classes of a module's _no_split_modules, which a trace does not have; use a model "
             "of a family (memplan models)."
         )
-    return keywords | {"fsdp_units": units_of(model)}, notes
+    return keywords, notes
+
+
+STRATEGIES: Final = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+"""The ZeRO stage of each of FSDP1's strategies."""
+
+STRATEGY_NUMBERS: Final = {
+    "1": "FULL_SHARD",
+    "2": "SHARD_GRAD_OP",
+    "4": "HYBRID_SHARD",
+    "5": "HYBRID_SHARD_ZERO2",
+}
+"""The numbers that Accelerate takes for them."""
+
+PREFETCHES: Final = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": "none", "NONE": "none"}
+"""The plan's words for Accelerate's."""
+
+
+def _read_fsdp1(fsdp: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of FSDP1's settings; gradients are accumulated under `no_sync`."""
+    asked = str(fsdp.pop("sharding_strategy", fsdp.pop("reshard_after_forward", "FULL_SHARD"))).upper()
+    strategy = STRATEGY_NUMBERS.get(asked, asked)
+    if strategy not in STRATEGIES:
+        raise InvalidValue(
+            f"fsdp_sharding_strategy={shown_value(asked)} is not planned; use {', '.join(STRATEGIES)}."
+        )
+    prefetch = str(fsdp.pop("backward_prefetch", None) or "BACKWARD_PRE").upper()
+    if prefetch not in PREFETCHES:
+        raise InvalidValue(
+            f"fsdp_backward_prefetch={shown_value(prefetch)} is not allowed; use {', '.join(PREFETCHES)}."
+        )
+    return {
+        "fsdp_version": 1,
+        "zero": STRATEGIES[strategy],
+        "no_sync": True,
+        "backward_prefetch": PREFETCHES[prefetch],
+        "use_orig_params": _flag("fsdp_use_orig_params", fsdp.pop("use_orig_params", True)),
+        "forward_prefetch": _flag("fsdp_forward_prefetch", fsdp.pop("forward_prefetch", False)),
+    }
 
 
 def _read_mesh(values: Mapping[str, Any], sizes: dict[str, Any], kind: str) -> dict[str, int]:

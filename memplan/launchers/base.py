@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, final
 
 from memplan.command import estimate_command, export_command, plan_values
+from memplan.engines.options import not_usual
 from memplan.errors import InvalidValue, MemplanError, PlanRefused
 from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
@@ -15,6 +16,9 @@ from memplan.registry import Registry
 from memplan.text_tables import printable
 from memplan.units import human_bytes
 from memplan.version import version
+
+OF_FSDP1: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "no_sync")
+"""Options that mean nothing beside FSDP2."""
 
 LARGEST_FILE_BYTES: Final = 1024**2
 """A configuration is a few KiB; a larger file is taken for a mistake."""
@@ -172,6 +176,11 @@ def limits(job: Job, to: str) -> tuple[Limit, ...]:
     if engine != launcher.engine:
         why = f"engine={engine!r}: it runs plans of {launcher.engine!r}"
         return (Limit(why, {"engine": launcher.engine}),)
+    told = not_usual(job.estimate.plan)
+    if told.get("fsdp_version") == 1:
+        others = dict.fromkeys([name for name in told if name in OF_FSDP1])
+        why = "fsdp_version=1: what memplan exports is FSDP2 (fully_shard)"
+        return Limit(why, {"fsdp_version": None, **others}), *launcher.limits(job)
     return tuple(launcher.limits(job))
 
 

@@ -36,6 +36,11 @@ class PlanOptions(TypedDict, total=False):
     engine: str
     fsdp_units: str | Iterable[str]
     fsdp_blocks: int | Iterable[int]
+    fsdp_version: int | Iterable[int]
+    use_orig_params: bool | Iterable[bool]
+    backward_prefetch: str | Iterable[str]
+    forward_prefetch: bool | Iterable[bool]
+    no_sync: bool | Iterable[bool]
     optimizer_impl: str | Iterable[str]
     set_to_none: bool | Iterable[bool]
     gradient_as_bucket_view: bool | Iterable[bool]

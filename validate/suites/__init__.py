@@ -17,6 +17,7 @@ from validate.suites.drawn import drawn
 from validate.suites.families import families
 from validate.suites.file import read_suite
 from validate.suites.frontier import next_cases
+from validate.suites.fsdp1 import fsdp1
 from validate.suites.fullsize import fullsize
 from validate.suites.gpu import GPU_SUITES
 from validate.suites.matrix import matrix
@@ -34,6 +35,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "fullsize": fullsize,
     "wild": wild,
     "families": families,
+    "fsdp1": fsdp1,
     "architectures": architectures,
 }
 """Suites of CPU ranks."""

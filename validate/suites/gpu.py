@@ -192,8 +192,67 @@ def gpu_standin(gpus: Gpus | None) -> tuple[Case, ...]:
     )
 
 
+FSDP1: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tuple(
+    (model, {"zero": 3, "fsdp_version": 1, **options}, ranks)
+    for model, options, ranks in (
+        (WIDE, {"dp": 8}, (0, 7)),
+        (WIDE, {"dp": 8, "use_orig_params": True}, (0, 7)),
+        (WIDE, {"dp": 8, **FULL}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "use_orig_params": True}, (3,)),
+        (WIDE, {"dp": 8, **FULL, "micro_batch": 4}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "zero": 2}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "zero": 2, "use_orig_params": True}, (7,)),
+        (WIDE, {"dp": 8, "zero": 2}, (1,)),
+        (WIDE, {"dp": 8, "precision": "fp32", **FULL}, (0,)),
+        (WIDE, {"dp": 8, "precision": "bf16", **FULL, "use_orig_params": True}, (0,)),
+        (WIDE, {"dp": 8, "precision": "bf16-reduce-fp32", **FULL}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "backward_prefetch": "post"}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "backward_prefetch": "none", "use_orig_params": True}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "forward_prefetch": True}, (0,)),
+        (WIDE, {"dp": 8, "forward_prefetch": True, "use_orig_params": True}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "no_sync": True, "global_batch": 32}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "no_sync": True, "global_batch": 32, "zero": 2}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "global_batch": 32, "use_orig_params": True}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "clip_grad_norm": 1.0}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "clip_grad_norm": 1.0, "use_orig_params": True}, (7,)),
+        (WIDE, {"dp": 8, **FULL, "optimizer_impl": "fused"}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "optimizer": "sgd-momentum", "use_orig_params": True}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "set_to_none": False}, (0,)),
+        (WIDE, {"dp": 64, "recompute": "selective"}, (63,)),
+        (WIDE, {"dp": 64, **FULL, "use_orig_params": True}, (31,)),
+        (WIDE, {"dp": 256, **FULL}, (255,)),
+        (WIDE, {"dp": 256, "use_orig_params": True, "precision": "bf16"}, (100,)),
+        (WIDE, {"dp": 8, "dp_replicate": 8, **FULL}, (0,)),
+        (WIDE, {"dp": 8, "dp_replicate": 8, **FULL, "zero": 2, "use_orig_params": True}, (0,)),
+        (WIDE, {"dp": 32, "dp_replicate": 8, "precision": "bf16", **FULL}, (255,)),
+        (WIDE, {"dp": 7, **FULL, "fsdp_units": "model"}, (0,)),
+        (LARGE, {"dp": 64, **FULL}, (0,)),
+        (LARGE, {"dp": 64, **FULL, "use_orig_params": True}, (63,)),
+        (LARGE, {"dp": 256, **FULL}, (0, 255)),
+        (LARGE, {"dp": 256, **FULL, "zero": 2, "precision": "bf16"}, (17,)),
+        (LARGE, {"dp": 64, "dp_replicate": 4, **FULL, "backward_prefetch": "post"}, (0,)),
+        (GPT3, {"dp": 64, **FULL}, (0,)),
+        (GPT3, {"dp": 256, **FULL, "use_orig_params": True, "clip_grad_norm": 1.0}, (255,)),
+        (GPT3, {"dp": 256, "precision": "bf16", **FULL, "forward_prefetch": True}, (3,)),
+        (runnable("gpt2-xl"), {"dp": 8, "seq_len": 1024, "micro_batch": 4}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "precision": "fp16-mixed"}, (0,)),
+        (WIDE, {"dp": 64, **FULL, "offload": True}, (0,)),
+        (WIDE, {"dp": 64, **FULL, "offload": True, "use_orig_params": True, "zero": 2}, (63,)),
+        (WIDE, {"dp": 64, **FULL, "offload": True, "precision": "bf16"}, (5,)),
+        (WIDE, {"dp": 64, **FULL, "offload": True, "no_sync": True, "global_batch": 256}, (1,)),
+        (runnable("gpt2-xl"), {"dp": 8, "seq_len": 1024, "use_orig_params": True, "zero": 2}, (5,)),
+        (replace(GPT2, tied_head=True, dropout=0.1), {"dp": 8, "seq_len": 1024, "micro_batch": 8}, (0,)),
+    )
+)
+"""One rank of 7 to 256 under FSDP1."""
+
 ALLOC_CONFS: Final = ("expandable_segments:True", "max_split_size_mb:32", "garbage_collection_threshold:0.9")
 """Settings of `PYTORCH_CUDA_ALLOC_CONF`."""
+
+
+def gpu_fsdp1(gpus: Gpus | None) -> tuple[Case, ...]:
+    """One rank of a world under FSDP1 with stand-ins for the others; as many layers as fit one GPU."""
+    return tuple(case for model, options, ranks in FSDP1 for case in _stand_ins(model, options, ranks, gpus))
 
 
 def gpu_allocator(gpus: Gpus | None) -> tuple[Case, ...]:
@@ -248,6 +307,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-shared": gpu_shared,
     "gpu-nccl": gpu_nccl,
     "gpu-allocator": gpu_allocator,
+    "gpu-fsdp1": gpu_fsdp1,
     "gpu-published": gpu_published,
     "gpu-wild": gpu_wild,
     "gpu-families": gpu_families,

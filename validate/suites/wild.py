@@ -84,6 +84,16 @@ FROZEN_PLANS: Final[tuple[dict[str, Any], ...]] = (
 )
 """For modules that are frozen in part, beside the others."""
 
+FSDP1_PLANS: Final[tuple[dict[str, Any], ...]] = (
+    {"dp": 2, "zero": 3, "fsdp_version": 1, "micro_batch": 2, "precision": "fp32"},
+    {
+        "dp": 2, "zero": 3, "fsdp_version": 1, "use_orig_params": True, "micro_batch": 2, "global_batch": 8,
+        "no_sync": True,
+    },
+    {"dp": 2, "zero": 2, "fsdp_version": 1, "micro_batch": 2, "recompute": "full"},
+)  # fmt: skip
+"""FSDP1 of modules whose weights are all trained, and all of one type."""
+
 PIPELINED: Final = (
     "hf-llama", "hf-mistral", "hf-mixtral", "hf-qwen3", "hf-phi3", "hf-olmo2", "hf-gpt-neox",
     "hf-gpt2-untied", "encoder", "hf-llama-lora", "hf-llama-qlora",
@@ -115,6 +125,7 @@ def wild() -> tuple[Case, ...]:
         model = shipped_trace(name)
         more = [*(FROZEN_PLANS if model.frozen else ()), *PIPELINES, *(FP16_PLANS if name in IN_FP16 else ())]
         more += FEW_RECOMPUTED if name in PIPELINED else ()
+        more += FSDP1_PLANS if not (model.frozen or model.narrow_dtypes or model.integer_dtypes) else ()
         more += ENDS_PLANS if model.n_layers and not model.tied else ()
         for options in (*PLANS, *more):
             if "pp" in options and (name not in PIPELINED or ("fsdp_units" in options and model.frozen)):

@@ -42,10 +42,12 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
     formats, dp, pp, m = plan.formats, plan.dp, plan.pp, plan.n_micro_batches
     part = (dp - 1) / dp
     once = np.where(pp == 1, m, 1)
+    n_reductions = 1 if options.no_sync else once
     again = np.where((pp == 1) | single_stage, m, 0)
     reshards = (plan.zero == 3) & (options.fsdp_units != "model")
-    gathered = once * elements + reshards * again * block_elements
-    reduced = once * elements * formats.reduce.itemsize
+    n_gathers = np.where((plan.zero == 2) & options.no_sync, 1, once)
+    gathered = n_gathers * elements + reshards * again * block_elements
+    reduced = n_reductions * elements * formats.reduce.itemsize
     weights = elements * formats.stored.itemsize / dp
     grads = 0.0 if plan.offload else elements * formats.accumulate.itemsize / dp
     unsharded_grads = elements * formats.reduce.itemsize
@@ -56,7 +58,7 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
             "dp_replicate": 2 * reduced / dp * (plan.dp_replicate - 1) / plan.dp_replicate,
         },
         gathers={"dp": gathered * formats.gather.itemsize * part},
-        reducing=np.where(pp == 1, 1.0, 0.0),
+        reducing=np.where(pp == 1, 1 / m if options.no_sync else 1.0, 0.0),
         updated_bytes=weights,
         unsharded_bytes=np.where((plan.zero == 2) & (dp > 1), elements * formats.gather.itemsize, 0.0),
         states_bytes=0.0 if plan.offload else (1 + N_MOMENTS[plan.optimizer]) * weights,

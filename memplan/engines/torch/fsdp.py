@@ -3,7 +3,7 @@
 Source: `torch.distributed.fsdp._fully_shard._fully_shard:fully_shard`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Literal, NamedTuple, final
 
@@ -14,12 +14,20 @@ from memplan.engines.torch.module import (
     before_blocks,
     from_outside,
 )
-from memplan.engines.torch.param_group import CommContext, CountedEvents, ParamGroup, Row, Units, repeatedly
+from memplan.engines.torch.param_group import CommContext, ParamGroup, Units
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Segment, buffer_in
+from memplan.engines.torch.units import (
+    CountedEvents,
+    grouped,
+    in_order,
+    next_units,
+    opened_when_called,
+    repeatedly,
+)
+from memplan.engines.trace import Segment
 from memplan.placements import Replicate
 from memplan.record import AccumulateGrad, Alloc, Event, Free, Stretch, chain, events, frees, repeated
-from memplan.shapes import Parameter, Role, buffer_of
+from memplan.shapes import Buffer, Parameter, buffer_of
 
 Weights = Literal["sharded", "freed after forward", "whole"]
 """A stage's weights: all sharded; unsharded only in groups that do not reshard; all unsharded."""
@@ -97,6 +105,9 @@ class FSDPModule(StageModule[FsdpState]):
     def n_recomputed(self) -> int:
         """How many of the stage's blocks, the first ones, are recomputed."""
         return sum([n for kind, n in self.stage.runs if kind.recompute != "none"])
+
+    def sharded_grads(self) -> Iterable[tuple[Buffer, int]]:
+        return [(group.reduced, times) for group, times in self.units if group.trained]
 
     def _begin_pass(self) -> None:
         self.comms = CommContext(has_sharded_grads=self.state.has_sharded_grads)
@@ -209,7 +220,7 @@ class FSDPModule(StageModule[FsdpState]):
         trace, units = self.trace, self.units
         late = any(self.state.deferring[:1])
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
-        order = list(_next_units([*[group for group, *_ in rows], units.embed]))
+        order = list(next_units([*[group for group, *_ in rows], units.embed]))
         rows = rows if trace.blocks_require_grad else []
         n_before = trace.n_loss_backward if units.head is None else trace.ends.head_backward
         loss, head = self._added_parts(trace.head_backward, n_before)
@@ -465,67 +476,3 @@ class FSDPModule(StageModule[FsdpState]):
         """What happens to each of the stage's groups, one after the other."""
         for group, times in self.units:
             yield from repeatedly(play(group), times)
-
-
-def _next_units(order: Sequence[ParamGroup | None]) -> Iterator[ParamGroup | None]:
-    """At each place the unit there, or the next one where there is none."""
-    return (next((unit for unit in order[place:] if unit is not None), None) for place in range(len(order)))
-
-
-def opened_when_called(
-    opened: Sequence[CountedEvents], passed: Sequence[CountedEvents]
-) -> tuple[CountedEvents, ...]:
-    """The events with the all-gather where the group's first module is called.
-
-    Under checkpointing that is after the random state has been saved.
-    """
-    first, n = passed[0] if passed else ((), 0)
-    starts_with = buffer_in(first[0]) if first else None
-    if not (opened and starts_with is not None and starts_with.role is Role.RNG_STATE):
-        return (*opened, *passed)
-    return ((first[:1], 1), *opened, (first[1:], 1), (first, n - 1), *passed[1:])
-
-
-def grouped(
-    order: Iterable[tuple[Segment, int]], groups: Iterable[Row]
-) -> Iterator[tuple[ParamGroup | None, list[tuple[Segment, int]], int]]:
-    """The blocks' passes in order, by unit: the unit, the passes of its blocks, the number of such units.
-
-    A row's first unit is yielded alone, and so is its last one if another row follows: the unit next to it,
-    which is prefetched, is of another row. A single row of one-block units keeps the counts of `order`.
-    """
-    left = [(segment, n) for segment, n in order if n]
-    all_groups = list(groups)
-    match all_groups:
-        case [Row(group=unit, size=int(size))] if size == 1:
-            yield from ((unit, [(segment, 1)], n) for segment, n in left)
-            return
-    for i, (unit, size, times) in enumerate(all_groups):
-        first, alone = True, i + 1 < len(all_groups)
-        while times:
-            row: list[tuple[Segment, int]] = []
-            n_rows = 1 if first else max(1, min(times - alone, left[0][1] // size))
-            needed = n_rows * size
-            while needed:
-                segment, n = left.pop(0)
-                taken = min(n, needed)
-                row.append((segment, taken // n_rows))
-                needed -= taken
-                if taken < n:
-                    left.insert(0, (segment, n - taken))
-            yield unit, row, n_rows
-            times, first = times - n_rows, False
-
-
-def in_order(name: str, turns: Iterable[CountedEvents]) -> Stretch:
-    """A stretch of counted events in order."""
-    parts: list[Stretch] = []
-    pending: list[Event] = []
-    for found, times in turns:
-        if times == 1:
-            pending += found
-        elif found and times:
-            parts += [events(name, pending), repeated(events(name, found), times)]
-            pending = []
-    last = events(name, pending)
-    return chain(name, *parts, last) if parts else last

@@ -1,4 +1,4 @@
-"""The host's memory for a rank whose states FSDP2 offloads.
+"""The host's memory for a rank whose states FSDP offloads.
 
 Weights and gradients are page-locked (`CPUOffloadPolicy.pin_memory`), each in its own block; optimizer state
 is not. The update runs on the CPU.
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 from memplan.engines.base import HostRecord
 from memplan.engines.torch.optimizer import update
-from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.stage import RankStages
 from memplan.record import allocs, chain, events, frees
 from memplan.shapes import UINT8, Buffer, buffer_of
@@ -48,12 +47,7 @@ def host_of(stages: RankStages) -> HostRecord | None:
 
 def _rest_of_blocks(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
     """The rest of each page-locked block: blocks are powers of two."""
-    for parameter, n in stages.counted_parameters:
-        itemsize = stages.stored_dtype(parameter).itemsize
-        held = [("", padded_shard_elements(parameter, stages.plan.dp))]
-        if parameter.requires_grad:
-            held.append((".grad", stages.weight_elements(parameter)))
-        for what, elements in held:
-            spare = page_locked_bytes(elements * itemsize) - elements * itemsize
-            if spare:
-                yield buffer_of(f"{parameter.name}{what} (rest of its page-locked block)", (spare,), UINT8), n
+    for name, counted_bytes, n_bytes, n in stages.page_locked:
+        spare = page_locked_bytes(n_bytes) - counted_bytes
+        if spare:
+            yield buffer_of(f"{name} (rest of its page-locked block)", (spare,), UINT8), n

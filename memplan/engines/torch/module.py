@@ -90,6 +90,10 @@ class StageModule(ABC, Generic[State]):
         other.state = self.initial
         return other
 
+    def in_first_step(self) -> Self:
+        """A copy as in a training's first step, which shares its buffers."""
+        return self.fresh()
+
     def play(self, action: Hashable, make: Callable[[], Stretch]) -> Stretch:
         """The stretch of an action in the present state; `make` plays it and changes the state."""
         key = action, self.state
@@ -138,6 +142,10 @@ class StageModule(ABC, Generic[State]):
     def reshard(self) -> list[Stretch]:
         """Frees the weights that FSDP2 has gathered."""
         return []
+
+    def sharded_grads(self) -> Iterable[tuple[Buffer, int]]:
+        """FSDP's gradients, one flat tensor for each unit, and how many equal units there are."""
+        return ()
 
     @abstractmethod
     def _backward(self) -> Stretch: ...

@@ -191,6 +191,9 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
     (raised to the power, all-reduced, and back).
     """
     plan, one_by_one = stages.plan, stages.options.optimizer_impl == "for-loop"
+    if plan.fsdp and not stages.stages[0].is_fsdp2:
+        yield from _norm_of_flat_grads(stages)
+        return
     for group in _lists(_held(stages, in_order), apart=plan.tp > 1):
         partial = [(p, n) for p, n in group if p.has_partial_grad]
         n_norms = sum(n for _, n in group)
@@ -214,6 +217,29 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
         yield _all_reduce("pp", "norms of gradients", stages.weight_dtype.itemsize)
 
 
+def _norm_of_flat_grads(stages: RankStages) -> Iterator[Event]:
+    """FSDP1's own clipping: a norm of each gradient in float32, the norms stacked, and their sum over ranks.
+
+    Source: `torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.clip_grad_norm_`,
+    `torch.distributed.fsdp.fully_sharded_data_parallel:_get_grad_norm`.
+    """
+    n = sum(times for _, times in stages.counted_trained_parameters())
+    norms, stacked = (buffer_of(f"{what} of gradients", (n,), FP32) for what in ("norms", "stacked norms"))
+    names = (
+        "norm of this rank",
+        "its power",
+        "total norm",
+        "total norm and epsilon",
+        "factor",
+        "clamped factor",
+    )
+    local, power, total, more, factor, clamped = (buffer_of(name, (), FP32) for name in names)
+    yield from (*allocs(norms, stacked), *frees(norms), *allocs(local), *frees(stacked), *allocs(power))
+    yield _all_reduce("dp", "norms of gradients", FP32.itemsize)
+    yield from (*allocs(total, more, factor), *frees(more), *allocs(clamped))
+    yield from frees(clamped, factor, total, power, local)
+
+
 def _norms_of_chunks(stages: RankStages, group: Counted) -> list[Buffer]:
     """The CUDA kernel's norms of chunks of gradients; each gradient has room for the chunks of the largest.
 
@@ -235,13 +261,14 @@ def _overflow_axes(stages: RankStages) -> Iterator[Group]:
     """
     plan = stages.plan
     (first, _), *_ = stages.counted_trained_parameters()
-    if plan.fsdp:
+    flat = plan.fsdp and not stages.stages[0].is_fsdp2
+    if plan.fsdp and not flat:
         yield "dp"
     if plan.tp > 1 and not plan.ddp:
         laid_out = first.placements if plan.fsdp else first.grad_placements
         if isinstance(laid_out.get("tp"), Shard | Partial):
             yield "tp"
-    if plan.pp > 1 or (plan.tp > 1 and not plan.fsdp):
+    if flat or plan.pp > 1 or (plan.tp > 1 and not plan.fsdp):
         axes = plan.mesh.divided
         yield axes[0] if len(axes) == 1 else WORLD
 
@@ -271,9 +298,8 @@ def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[S
     if in_order or stages.owned is not None:
         yield stages.trained_parameters() if stages.owned is None else stages.owned, 1
         return
-    for stage in stages:
-        for parameters, n in stage.counted_parts:
-            yield from ((trained(parameters), times) for times in (min(1, n), n - 1) if times > 0)
+    for parameters, n in stages.stored_parts:
+        yield from ((trained(parameters), times) for times in (min(1, n), n - 1) if times > 0)
 
 
 def states_in_order(stages: RankStages) -> Iterator[Buffer]:

@@ -9,8 +9,11 @@ from memplan.plan import Plan
 from memplan.shapes import DType
 
 FSDP_UNITS: Final = ("block", "block+ends", "model")
+BACKWARD_PREFETCHES: Final = ("pre", "post", "none")
 OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
+FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "no_sync")
+"""The options of FullyShardedDataParallel alone."""
 TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
@@ -28,6 +31,26 @@ class TorchOptions:
         ),
     )
     fsdp_blocks: int = described(1, Count("Blocks in a row that share a unit", word="blocks"))
+    fsdp_version: int = described(
+        2, Count("1: FullyShardedDataParallel; 2: fully_shard", most=2, word="fsdp")
+    )
+    use_orig_params: bool = described(
+        False, Flag("FSDP1's optimizer has the module's parameters, not flat ones", word="orig")
+    )
+    backward_prefetch: str = described(
+        "pre",
+        Choice(
+            "When FSDP1 gathers the next unit of a backward pass: before, after or without the one before",
+            choices=BACKWARD_PREFETCHES,
+            word="prefetch",
+        ),
+    )
+    forward_prefetch: bool = described(
+        False, Flag("FSDP1 gathers the next unit of a forward pass ahead", word="forward-prefetch")
+    )
+    no_sync: bool = described(
+        False, Flag("FSDP1 accumulates whole gradients up to the last micro-batch", word="no-sync")
+    )
     optimizer_impl: str = described(
         "default",
         Choice(

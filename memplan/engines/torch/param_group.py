@@ -7,22 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
 
 from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
 from memplan.engines.torch.stage import Stage, stored_dtype, trained
+from memplan.engines.torch.units import CountedEvents, EqualParameters, Row
 from memplan.record import Alloc, Collective, Event, Free, Overlap, allocs, frees
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
-
-CountedEvents = tuple[tuple[Event, ...], int]
-"""Events, and how often they happen."""
-
-
-class EqualParameters(NamedTuple):
-    """The parameters of one of a group's equal modules (its blocks), and the number of such modules."""
-
-    parameters: tuple[Parameter, ...]
-    n: int
 
 
 class ParamGroup:
@@ -137,10 +127,10 @@ class ParamGroup:
         if not self.stage.offloads:
             return allocs(shard)
         uploaded = self.uploads.get(shard, shard)
-        copied = _copied("weights to the GPU", uploaded.n_bytes, "compute")
+        moved = copied("weights to the GPU", uploaded.n_bytes, "compute")
         if uploaded is shard:
-            return (*allocs(shard), copied)
-        return (*allocs(uploaded), copied, *allocs(shard), *frees(uploaded))
+            return (*allocs(shard), moved)
+        return (*allocs(uploaded), moved, *allocs(shard), *frees(uploaded))
 
     def wait_for_unshard(self, stale: "ParamGroup | None") -> Iterator[CountedEvents]:
         """Copies the flat buffer into the parameters, then frees the flat buffer of `stale`, if any."""
@@ -259,7 +249,7 @@ class ParamGroup:
         for parameters, times in self.trained:
             for p in parameters:
                 n_bytes = shard_elements(p, plan.dp, self.dp_rank) * plan.formats.accumulate.itemsize
-                yield (_copied(what, n_bytes, overlap),), times
+                yield (copied(what, n_bytes, overlap),), times
 
     def passes_on(self, comms: "CommContext") -> bool:
         """Whether reduced gradients are freed after being added to older ones or copied to the host."""
@@ -312,7 +302,8 @@ class ParamGroup:
             yield tuple(found), times
 
 
-def _copied(what: str, n_bytes: int, overlap: Overlap) -> Collective:
+def copied(what: str, n_bytes: int, overlap: Overlap) -> Collective:
+    """A copy between the host and the GPU."""
     return Collective(kind="copy", axis="host", what=what, payload_bytes=n_bytes, overlap=overlap)
 
 
@@ -333,14 +324,6 @@ class CommContext:
         self.prefetched: ParamGroup | None = None
 
 
-class Row(NamedTuple):
-    """`times` equal units in a row, each of `size` consecutive blocks (None: blocks of the root)."""
-
-    group: "ParamGroup | None"
-    size: int
-    times: int
-
-
 class Units:
     """The division of a stage's parameters into units; the root has all that no other unit has.
 
@@ -357,7 +340,7 @@ class Units:
             return ParamGroup(stage, dp_rank, name, parts, reshards=reshards) if any_parameters else None
 
         self.root = self.embed = self.head = None
-        self.rows: list[Row] = []
+        self.rows: list[Row[ParamGroup | None]] = []
         if options.fsdp_units == "model":
             self.root = unit("root", embed, *[part for part, _ in blocks], head, reshards=False)
             self.rows.append(Row(None, stage.n_blocks, 1))
@@ -399,8 +382,3 @@ def _rows_of(
     rows = [every[start : start + size] for start in range(0, len(every), size)]
     found = [tuple(EqualParameters(p, len(list(same))) for p, same in groupby(row)) for row in rows]
     return ((row, len(list(same))) for row, same in groupby(found))
-
-
-def repeatedly(counted: Iterable[CountedEvents], times: int) -> Iterator[CountedEvents]:
-    """Multiplies each count by `times`."""
-    return ((found, n * times) for found, n in counted)

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from memplan.engines.torch.ddp import DistributedDataParallel, reducer_of
+from memplan.engines.torch.flat_parameter import FlatRankStages
 from memplan.engines.torch.fsdp import FSDPModule
+from memplan.engines.torch.fsdp1 import FullyShardedDataParallel
 from memplan.engines.torch.module import PlainModule, StageModule
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
@@ -13,7 +15,7 @@ from memplan.engines.torch.releasing import lets_outputs_go
 from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
 from memplan.engines.torch.stage import RankStages, Stage, trained
 from memplan.memory import Alive
-from memplan.models import TracedModel
+from memplan.models import TracedModel, ends_are_tied
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
 from memplan.shapes import FP32, INT64, Buffer, DType, Parameter, buffer_of
@@ -26,7 +28,7 @@ BROADCAST_BYTES: Final = 250 * MiB
 def module_of(stage: Stage, dp_rank: int) -> StageModule[Any]:
     """The stage's module on a rank of the data axis."""
     if stage.plan.fsdp:
-        return FSDPModule(stage, dp_rank)
+        return FSDPModule(stage, dp_rank) if stage.is_fsdp2 else FullyShardedDataParallel(stage, dp_rank)
     return DistributedDataParallel(stage) if stage.plan.ddp else PlainModule(stage)
 
 
@@ -35,6 +37,9 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
     own = _own(stages, modules)
     fresh = None if stages.options.set_to_none else stages.with_gradients_freed()
     first = [] if fresh is None else _own(fresh, {})
+    if fresh is None and stages.options.forward_prefetch:
+        fresh, first = stages, own
+    first = [module.in_first_step() for module in first]
 
     def step(of: RankStages, modules: Sequence[StageModule[Any]]) -> Stretch:
         return chain("step", *schedule(of, modules), *([] if of.offloads else [update(of, in_order=True)]))
@@ -43,11 +48,12 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
     later = [bucket for stage in stages for bucket in reducer_of(stage).buckets] if stages.plan.ddp else []
     return AllocatorProgram(
         setup=tuple(_setup(stages, first_buckets)),
-        start=tuple(_received(stages)),
+        start=(*_received(stages), *_lazy_init(stages)),
         first_step=None if fresh is None else step(fresh, first),
         second=(
             *frees(*[bucket for stage in stages for bucket in first_buckets[stage]]),
             *allocs(*_flat(later, stages), *stages.hook_workspaces.elements(), *stages.barrier.elements()),
+            *allocs(*stages.clipping.elements()),
         ),
         step=step(stages, own),
         states=() if stages.offloads else tuple(states_in_order(stages)),
@@ -83,6 +89,8 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
     for stage in stages:
         if stages.offloads:
             yield from allocs(*stage.buffers)
+        elif isinstance(stages, FlatRankStages):
+            yield from _flat_parameters(stages, stage)
         elif plan.fsdp:
             yield from _shards(stages, stage)
         else:
@@ -176,6 +184,48 @@ def _shards(stages: RankStages, stage: Stage) -> Iterator[Event]:
     yield from of_the_root
 
 
+def _flat_parameters(stages: FlatRankStages, stage: Stage) -> Iterator[Event]:
+    """FSDP1's flat parameters, unit by unit, the root last: made of a module's weights, then sharded.
+
+    A unit's weights are made just before, but for a model whose embedding and head are tied: `to_empty` of
+    one module at a time would untie them.
+
+    Source: `torch.distributed.fsdp._flat_param:FlatParamHandle.flatten_tensors`,
+    `torch.distributed.fsdp._flat_param:FlatParamHandle.shard`.
+    """
+    dtype, tied = stages.weight_dtype, ends_are_tied(stages.model)
+    weights = {p: buffer_of(p.name, p.shape, dtype) for p in stage.parameters()}
+    if tied:
+        yield from allocs(*[weights[p] for p in stage.parameters()], *stage.buffers)
+    for unit, n in stages.units:
+        yield from allocs(*stage.buffers) if unit is stages.units.root and not tied else ()
+        whole = [weights[p] for own, k in unit.parts for p in [*own] * k]
+        flat = buffer_of(f"{unit.name}: flat parameter", (unit.n_elements,), dtype)
+        part = buffer_of(f"{unit.name}: shard without padding", (unit.own_elements,), dtype)
+        pads = part.n_bytes != unit.shard.n_bytes
+        sharded = (*allocs(part, unit.shard), *frees(part)) if pads else allocs(unit.shard)
+        made = (*allocs(*[] if tied else whole, flat), *sharded, *frees(flat, *whole))
+        yield from made * n
+
+
+def _lazy_init(stages: RankStages) -> Iterator[Event]:
+    """What FSDP1's first forward pass makes and frees: each unit's low-precision shard and unsharded weights.
+
+    Where weights are stored in another type than they are gathered in, also unsharded weights in that type.
+
+    Source: `torch.distributed.fsdp._runtime_utils:_share_state_and_init_handle_attrs`,
+    `torch.distributed.fsdp._flat_param:FlatParamHandle.init_flat_param_attributes`.
+    """
+    if isinstance(stages, FlatRankStages):
+        *blocks, root = stages.units
+        for unit, n in (root, *blocks):
+            casts = unit.low_precision.dtype != unit.shard.dtype
+            found = [(unit.low_precision, unit.low_precision.dtype)] * casts
+            found += [(unit.unsharded, unit.unsharded.dtype), *[(unit.unsharded, unit.shard.dtype)] * casts]
+            made = [buffer_of(f"{one.name} (first)", one.shape, dtype) for one, dtype in found]
+            yield from tuple(event for one in made for event in (*allocs(one), *frees(one))) * n
+
+
 def _padded(stages: RankStages, parameters: Iterable[Parameter], made: Iterable[Buffer]) -> Iterator[Event]:
     """Shards with fewer rows than others have, copied into padded ones."""
     for parameter, shard in zip(parameters, made, strict=True):
@@ -246,6 +296,16 @@ def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]
     `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init`.
     """
     for local, one in enumerate(modules):
+        if isinstance(one, FullyShardedDataParallel):
+            for flat, _ in one.units:
+                yield flat.low_precision, "pre-unshard"
+                yield flat.uploaded, "pre-unshard"
+                for buffer in (flat.unsharded, flat.grad, *flat.zeros):
+                    yield buffer, "unshard"
+                cast_late = one.stage.plan.dp_replicate > 1 and flat.reduce_output.dtype != flat.reduced.dtype
+                for buffer in flat.reduction:
+                    late = cast_late and buffer in (flat.reduced, flat.passing)
+                    yield buffer, "all-reduce" if late else "post-backward"
         if isinstance(one, FSDPModule):
             for unit, _ in one.units:
                 for buffer in (unit.reduced, unit.passing, unit.reduce_output):

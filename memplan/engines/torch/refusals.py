@@ -7,7 +7,7 @@ from typing import Final
 from memplan.device import Device
 from memplan.engines.recorded import checked_cut
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
-from memplan.engines.torch.options import TorchOptions, torch_options, weight_dtype
+from memplan.engines.torch.options import FSDP1_OPTIONS, TorchOptions, torch_options, weight_dtype
 from memplan.errors import MissingRule, PlanRefused
 from memplan.models import Model, TracedModel, ends_are_tied, not_divided
 from memplan.models.traced import Ends
@@ -28,11 +28,67 @@ def _check_wrappers(model: Model, plan: Plan) -> None:
     for name, value in (told | {"offload": plan.offload}).items():
         ddp = name in DDP_OPTIONS
         if value != getattr(USUAL, name, False) and not (plan.ddp if ddp else plan.fsdp):
-            wrapper = "DistributedDataParallel" if ddp else "FSDP2"
+            wrapper = "DistributedDataParallel" if ddp else "FSDP"
             raise PlanRefused(
                 f"{name}={value!r} is an option of {wrapper}, which zero={plan.zero}, dp={plan.dp} does not "
                 f"use; leave it out, or use zero={'0 or 1 and dp of 2 or more' if ddp else '2 or 3'}.",
                 kind="options of DDP or FSDP2 on plans that do not use it",
+            )
+
+
+def _check_fsdp1(model: Model, plan: Plan) -> None:
+    """Raise for options of FSDP1 on other plans, and for what it is not modelled with."""
+    options = torch_options(plan)
+    if not (plan.fsdp and options.fsdp_version == 1):
+        for name in ("fsdp_version", *FSDP1_OPTIONS):
+            value = getattr(options, name)
+            if value != getattr(USUAL, name):
+                way_out = (
+                    "use zero=2 or 3" if name == "fsdp_version" else "use fsdp_version=1 and zero=2 or 3"
+                )
+                raise PlanRefused(
+                    f"{name}={value!r} is of FullyShardedDataParallel (FSDP1), which zero={plan.zero}, "
+                    f"fsdp_version={options.fsdp_version} does not use; leave it out, or {way_out}.",
+                    kind="options of FSDP1 on plans that do not use it",
+                )
+        return
+    if plan.offload and plan.n_micro_batches > 1 and not options.no_sync:
+        raise PlanRefused(
+            f"offload=True with {plan.n_micro_batches} micro-batches: FSDP1 adds no gradient to one on the "
+            "host ('Gradient accumulation outside no_sync() does not work with CPU offloading', "
+            f"_flat_param.py); use no_sync=True, or global_batch={plan.batch_of(1)}.",
+            kind="FSDP1's offload with gradients that are accumulated outside no_sync",
+        )
+    frozen = isinstance(model, TracedModel) and bool(model.frozen)
+    narrow = isinstance(model, TracedModel) and bool(model.narrow_dtypes)
+    not_modelled = (
+        (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
+        (plan.pp > 1, f"pp={plan.pp}", "pp=1"),
+        (
+            plan.offload and plan.clip_grad_norm is not None,
+            "clip_grad_norm of gradients on the host",
+            "offload=False, or no clipping",
+        ),
+        (
+            plan.offload and plan.formats.loss_scaled,
+            f"offload=True, precision={plan.precision!r}",
+            "'bf16-mixed'",
+        ),
+        (options.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
+        (options.fsdp_blocks > 1, f"fsdp_blocks={options.fsdp_blocks}", "fsdp_blocks=1"),
+        (options.release != (2, 13), f"torch_version={options.torch_version!r}", "torch_version='2.13'"),
+        (
+            frozen,
+            "frozen weights, whose gradients FSDP1 computes beside trained ones",
+            "a model that trains all",
+        ),
+        (narrow, "weights of several types in one flat parameter", "weights of one type"),
+    )
+    for asked, what, other in not_modelled:
+        if asked:
+            raise MissingRule(
+                f"fsdp_version=1 with {what} has no rule yet; use {other}, or fsdp_version=2.",
+                kind=f"FSDP1 with {what.partition('=')[0]}",
             )
 
 
@@ -378,6 +434,7 @@ def _check_traced_ends(model: Model, plan: Plan) -> None:
 
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_wrappers,
+    _check_fsdp1,
     _check_static_graph,
     _check_units,
     _check_traced,

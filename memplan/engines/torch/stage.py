@@ -1,11 +1,11 @@
 """Pipeline stages, and the stages of one rank: its parameters, and what it holds between steps."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from memplan.device import CPU, Device
 from memplan.engines.recorded import recorded
@@ -63,7 +63,7 @@ class Stage:
             tp=plan.tp,
             sequence_parallel=plan.sequence_parallel,
             remakes_dtensors=self.plan.ddp,
-            cast_units=units if plan.fsdp and plan.mixed and units != "model" else "",
+            cast_units=units if self.is_fsdp2 and plan.mixed and units != "model" else "",
             micro_batch=plan.micro_batch,
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,
@@ -72,12 +72,17 @@ class Stage:
         )
 
     @property
+    def is_fsdp2(self) -> bool:
+        """Whether `fully_shard` shards the weights, and casts inputs of each unit."""
+        return self.plan.fsdp and self.options.fsdp_version == 2
+
+    @property
     def autograd_casts_grads(self) -> bool:
         """Whether FSDP2 has autograd cast gradients to the type they are reduced in: from torch 2.15 on.
 
         Source: torch 2.15's `FSDPParamGroup._set_unsharded_grad_dtypes` (`Tensor.grad_dtype`).
         """
-        return self.plan.fsdp and self.reduces_in_other_dtype and self.options.release >= (2, 15)
+        return self.is_fsdp2 and self.reduces_in_other_dtype and self.options.release >= (2, 15)
 
     @property
     def reduces_in_other_dtype(self) -> bool:
@@ -244,14 +249,14 @@ class RankStages:
         """The blocks of each stage."""
         return tuple([stage_layers(self.model.n_blocks, self.plan, index) for index in self.indices])
 
-    def with_gradients_freed(self) -> "RankStages":
+    def with_gradients_freed(self) -> Self:
         """The same rank with `set_to_none=True`; it receives into the same buffers."""
         plan = replace(self.plan, options=replace(self.options, set_to_none=True))
-        other = RankStages(self.model, plan, self.rank, self.device, backend=self.backend)
+        other = type(self)(self.model, plan, self.rank, self.device, backend=self.backend)
         other.received = self.received
         return other
 
-    def at(self, **place: Any) -> "RankStages":
+    def at(self, **place: Any) -> Self:
         """The same at another place on the mesh, with stages of the same kinds; traces are kept."""
         other = copy(self)
         other.rank = replace(self.rank, **place)
@@ -270,21 +275,39 @@ class RankStages:
         """Whether the rank has the pipeline's last stage."""
         return any(stage.last for stage in self.stages)
 
+    @property
+    def stored_parts(self) -> Sequence[tuple[Sequence[Parameter], int]]:
+        """The parameters of the embedding, of one block of each run, and of the head, with their number.
+
+        As the rank stores them, and its optimizer sees them, in the module's order.
+        """
+        return [part for stage in self.stages for part in stage.counted_parts]
+
     def trained_parameters(self) -> list[Parameter]:
         """The optimizer's parameters: the ones that require gradients, in the module's order."""
-        return trained(parameter for stage in self.stages for parameter in stage.parameters())
+        return trained(parameter for part, n in self.stored_parts for parameter in [*part] * n)
 
     @cached_property
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the rank and how many times it occurs."""
         found: Counter[Parameter] = Counter()
-        for parameters, n in (part for stage in self.stages for part in stage.counted_parts):
+        for parameters, n in self.stored_parts:
             found.update(dict.fromkeys(parameters, n))
         return list(found.items())
 
     def counted_trained_parameters(self) -> list[tuple[Parameter, int]]:
         """Every parameter of the rank that requires a gradient, and how many times it occurs."""
         return [(parameter, n) for parameter, n in self.counted_parameters if parameter.requires_grad]
+
+    @property
+    def page_locked(self) -> Iterator[tuple[str, int, int, int]]:
+        """The host's page-locked tensors under offload: name, bytes that states count, bytes, how often."""
+        for parameter, n in self.counted_parameters:
+            itemsize, own = self.stored_dtype(parameter).itemsize, self.weight_elements(parameter)
+            n_bytes = (own + self.padding_elements(parameter)) * itemsize
+            yield parameter.name, n_bytes, n_bytes, n
+            if parameter.requires_grad:
+                yield f"{parameter.name}.grad", own * itemsize, own * itemsize, n
 
     def on_fullest_rank(self) -> "RankStages":
         """The same stages on the data-parallel rank that holds most; without ZeRO-1 that is the first."""
@@ -310,6 +333,10 @@ class RankStages:
             shard_elements(parameter, self.plan.dp, self.rank.dp) if self.plan.fsdp else parameter.n_elements
         )
 
+    def padding_elements(self, parameter: Parameter) -> int:
+        """Elements that pad this rank's shard of a parameter."""
+        return padded_shard_elements(parameter, self.plan.dp) - self.weight_elements(parameter)
+
     def weight_shape(self, parameter: Parameter) -> Shape:
         """The shape of a parameter as this rank stores it."""
         if not self.plan.fsdp:
@@ -334,7 +361,9 @@ class RankStages:
         """What is alive on the device between steps; offloaded states are the host's."""
         held: Alive = Counter() if self.offloads else self.states - self.step_counts
         held.update(workspace for _, workspace in self.kept_workspaces)
-        for more in (self.inputs, self.mesh, self.barrier, self.hook_workspaces, self.loss_scale):
+        for more in (
+            self.inputs, self.mesh, self.barrier, self.hook_workspaces, self.loss_scale, self.clipping
+        ):  # fmt: skip
             held.update(more)
         return held
 
@@ -380,7 +409,7 @@ class RankStages:
             stored = self.stored_dtype(parameter)
             alive[buffer_of(parameter.name, shape, stored, "weights")] += n
             if sharded:
-                padding = padded_shard_elements(parameter, self.plan.dp) - self.weight_elements(parameter)
+                padding = self.padding_elements(parameter)
                 if padding:
                     alive[buffer_of(f"{parameter.name} (padding)", (padding,), stored)] += n
             if not parameter.requires_grad:
@@ -458,6 +487,15 @@ class RankStages:
         """
         keeps = self.backend in NCCL and self.options.release >= (2, 15) and self.plan.world_size > 1
         return Counter([buffer_of("what a barrier sums", (), FP32)] * keeps)
+
+    @property
+    def clipping(self) -> Alive:
+        """The zero that FSDP1 keeps from its first gradient clipping on.
+
+        Source: `torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.clip_grad_norm_`.
+        """
+        keeps = self.plan.fsdp and not self.stages[0].is_fsdp2 and self.plan.clip_grad_norm is not None
+        return Counter([buffer_of("norm of no gradients", (), FP32)] * keeps)
 
     @property
     def inputs(self) -> Alive:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from memplan.engines.base import RankRecord
-from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.host import host_of
 from memplan.engines.torch.module import StageModule
 from memplan.engines.torch.optimizer import update
@@ -58,13 +57,13 @@ def updates(stages: RankStages) -> list[Stretch]:
 
 
 def grads_at_rest(stages: RankStages, modules: Iterable[StageModule[Any]]) -> Alive:
-    """Zeroed gradients between steps, apart from DDP's buckets; FSDP2 has one flat tensor per unit."""
+    """Zeroed gradients between steps, apart from DDP's buckets; FSDP has one flat tensor per unit."""
     if stages.options.set_to_none or stages.options.gradient_as_bucket_view or stages.offloads:
         return Counter()
     if not stages.plan.fsdp:
         return stages.grads
-    units = [unit for one in modules if isinstance(one, FSDPModule) for unit in one.units]
     found: Alive = Counter()
-    for unit, times in units:
-        found[unit.reduced] += times * bool(unit.trained)
+    for one in modules:
+        for grad, times in one.sharded_grads():
+            found[grad] += times
     return found

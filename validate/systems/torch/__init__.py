@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -46,9 +47,10 @@ class TorchTraining(Training):
         return [_local(tensor) for tensor in _states(self._update.optimizer)]
 
     def gradient_norm_squared(self) -> float:
-        scaled = sum(
-            float(_whole(gradient(weight)).float().square().sum()) for weight in self._update.parameters
-        )
+        grads = [_whole(gradient(weight)) for weight in self._update.parameters if weight.grad is not None]
+        scaled = sum(float(grad.float().square().sum()) for grad in grads)
+        if self._update.clips_itself is not None:  # each rank has its own slices of flat gradients
+            scaled = _summed(scaled, self._update.clips_itself.process_group)
         return scaled / self._update.scaler.get_scale() ** 2
 
 
@@ -108,6 +110,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _summed(value: float, group: dist.ProcessGroup | None) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    return float(total)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -6,6 +6,7 @@ tensor and sequence parallelism are `parallelize_module`, pipelines `torch.distr
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Final, cast
 from unittest.mock import patch
 
@@ -15,7 +16,17 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -34,7 +45,7 @@ from memplan.models import Decoder
 from memplan.plan import Rank, stage_layers
 from memplan.shapes import DType
 from memplan.units import MiB
-from validate.standin import WithResult, materialised, with_results
+from validate.standin import WEIGHT_STD, WithResult, materialised, with_results
 from validate.systems.torch.modules import GptEmbedding, Transformer
 
 POWERSGD_FIRST_STEP: Final = 2
@@ -112,6 +123,8 @@ def parallel_module(
         return materialised(stage, device)
     if plan.tp > 1:
         cut_tensors(stage, plan, at, mesh["tp"])
+    if plan.fsdp and torch_options(plan).fsdp_version == 1:
+        return fully_sharded(stage, stage.blocks.values(), plan, mesh, device)
     if plan.fsdp:
         shard_weights(stage, _units(stage, plan), plan, mesh)
     materialised(stage, device, offload=plan.offload)
@@ -188,6 +201,58 @@ def shard_weights(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for unit in (*units, module):
         fully_shard(unit, **options)
+
+
+STRATEGIES: Final = {
+    (2, False): ShardingStrategy.SHARD_GRAD_OP,
+    (3, False): ShardingStrategy.FULL_SHARD,
+    (2, True): ShardingStrategy._HYBRID_SHARD_ZERO2,
+    (3, True): ShardingStrategy.HYBRID_SHARD,
+}
+"""FSDP1's strategy for each ZeRO stage, without and with replicas."""
+
+PREFETCHES: Final = {
+    "pre": BackwardPrefetch.BACKWARD_PRE,
+    "post": BackwardPrefetch.BACKWARD_POST,
+    "none": None,
+}
+"""The arguments for each value of the option `backward_prefetch`."""
+
+
+def fully_sharded(
+    module: nn.Module, blocks: Iterable[nn.Module], plan: Plan, mesh: DeviceMesh, device: torch.device
+) -> nn.Module:
+    """FSDP1: `module` with a flat parameter for each of its blocks, and one for the rest."""
+    units = {*blocks} if torch_options(plan).fsdp_units == "block" else set()
+    options, row = torch_options(plan), plan.formats
+    types = {torch_dtype(one) for one in (row.stored, row.gather, row.reduce)}
+    mixed = MixedPrecision(param_dtype=torch_dtype(row.gather), reduce_dtype=torch_dtype(row.reduce))
+    named = [len(list(module.named_parameters(remove_duplicate=once))) for once in (True, False)]
+    if named[0] != named[1]:
+        module = materialised(module, device)  # `to_empty` of one module at a time would untie weights
+    on_meta = any(parameter.is_meta for parameter in module.parameters())
+    return FullyShardedDataParallel(
+        module,
+        device_mesh=mesh["dp_replicate", "dp"] if plan.dp_replicate > 1 else mesh["dp"],
+        sharding_strategy=STRATEGIES[plan.zero, plan.dp_replicate > 1],
+        auto_wrap_policy=CustomPolicy(lambda one: one in units),
+        mixed_precision=mixed if len(types) > 1 else None,
+        cpu_offload=CPUOffload(offload_params=True) if plan.offload else None,
+        backward_prefetch=PREFETCHES[options.backward_prefetch],
+        forward_prefetch=options.forward_prefetch,
+        use_orig_params=options.use_orig_params,
+        device_id=device,
+        param_init_fn=partial(_drawn_anew, device=device) if on_meta else None,
+    )
+
+
+def _drawn_anew(module: nn.Module, *, device: torch.device) -> None:
+    """Gives a module's own weights and buffers data; rotations are by no angle."""
+    module.to_empty(device=device, recurse=False)
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter.detach(), std=WEIGHT_STD)
+    for buffer in module.buffers(recurse=False):
+        nn.init.ones_(buffer)
 
 
 def _units(stage: Transformer, plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from memplan import Plan
+from memplan.engines.torch.options import torch_options
 from memplan.models import Decoder
 from memplan.plan import Rank
 from validate.systems.torch.modules import token_loss
@@ -69,12 +70,13 @@ def _accumulated(
     module: nn.Module, plan: Plan, scaler: GradScaler, tokens: Tensor, targets: Tensor
 ) -> Passes:
     n = plan.n_micro_batches
+    options = torch_options(plan)
     micro_batches = list(zip(tokens.chunk(n), targets.chunk(n), strict=True))
 
     def run() -> float:
         total = 0.0
         for i, (x, y) in enumerate(micro_batches):
-            held = isinstance(module, DistributedDataParallel) and i < n - 1
+            held = i < n - 1 and (isinstance(module, DistributedDataParallel) or options.no_sync)
             with module.no_sync() if held else nullcontext(), _loss_context(plan):  # type: ignore[operator]
                 loss = token_loss(module(x), y, chunks=plan.loss_chunks) / n
                 scaler.scale(loss).backward()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -49,6 +50,7 @@ class Update:
     foreach: bool | None
     pipeline: dist.ProcessGroup | None
     set_to_none: bool
+    clips_itself: FullyShardedDataParallel | None = None
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -58,7 +60,9 @@ class Update:
     def __call__(self) -> None:
         """Updates the weights; the gradients are gone, or zero, after."""
         self.scaler.unscale_(self.optimizer)
-        if self.max_norm is not None:
+        if self.max_norm is not None and self.clips_itself is not None:
+            self.clips_itself.clip_grad_norm_(self.max_norm)
+        elif self.max_norm is not None:
             clip(self.parameters, self.max_norm, pipeline=self.pipeline, foreach=self.foreach)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -75,7 +79,9 @@ def update_of(
     runs_kernels: bool = True,
 ) -> Update:
     """The plan's update of the stages' parameters; without kernels no step is skipped."""
+    sharded = [module for module in modules if isinstance(module, FullyShardedDataParallel)]
     return Update(
+        clips_itself=sharded[0] if sharded else None,
         optimizer=optimizer_of(modules, plan, mesh, learning_rate=learning_rate),
         scaler=scaler_of(plan, device, runs_kernels=runs_kernels),
         max_norm=plan.clip_grad_norm,
@@ -145,7 +151,8 @@ def scaler_of(plan: Plan, device: torch.device, *, runs_kernels: bool = True) ->
 
     Source: torch/distributed/tensor/_dispatch.py (`found_inf_reduce_handler`).
     """
-    asks = plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)
+    flat = plan.fsdp and torch_options(plan).fsdp_version == 1
+    asks = flat or plan.pp > 1 or (plan.tp > 1 and not plan.fsdp)
     kinds = (GradScaler, ShardedGradScaler) if runs_kernels else (_NeverSkips, _ShardedNeverSkips)
     scaler = kinds[asks](device.type, init_scale=INITIAL_SCALE, enabled=plan.formats.loss_scaled)
     if scaler.is_enabled():

@@ -36,7 +36,13 @@ from memplan.shapes import FP32
 from validate.standin import materialised
 from validate.systems.torch.architectures import is_architecture, small_module
 from validate.systems.torch.modules import kept_contexts
-from validate.systems.torch.parallelize import replicated, shard_weights, torch_dtype, units_of_blocks
+from validate.systems.torch.parallelize import (
+    fully_sharded,
+    replicated,
+    shard_weights,
+    torch_dtype,
+    units_of_blocks,
+)
 from validate.systems.torch.passes import Passes
 from validate.systems.torch.wild_stages import (
     VOCABULARY,
@@ -791,7 +797,9 @@ def wild_modules(
             stacks = [list(module.module.get_submodule(path).children())]
         if plan.recompute != "none":
             _checkpoint_only([one for own in stacks for one in own][: plan.recompute_blocks], module)
-        if plan.fsdp and mesh is not None:
+        if plan.fsdp and mesh is not None and torch_options(plan).fsdp_version == 1:
+            module = fully_sharded(module, [one for own in stacks for one in own], plan, mesh, device)
+        elif plan.fsdp and mesh is not None:
             shard_weights(module, _units(module, stacks, plan), plan, mesh)
         materialised(module, device)
         if plan.ddp and mesh is not None:
@@ -879,7 +887,7 @@ def wild_passes(
     def trained() -> float:
         total = 0.0
         for i in range(n):
-            held = isinstance(module, DistributedDataParallel) and i < n - 1
+            held = i < n - 1 and (isinstance(module, DistributedDataParallel) or torch_options(plan).no_sync)
             with module.no_sync() if held else nullcontext():  # type: ignore[operator]
                 with autocast(plan, device):
                     found = loss(i)

@@ -1,0 +1,97 @@
+"""A stage's passes, unit by unit: what FSDP gathers and reduces together."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from memplan.engines.trace import Segment, buffer_in
+from memplan.record import Event, Stretch, chain, events, repeated
+from memplan.shapes import Parameter, Role
+
+Group = TypeVar("Group")
+
+CountedEvents = tuple[tuple[Event, ...], int]
+"""Events, and how often they happen."""
+
+
+class EqualParameters(NamedTuple):
+    """The parameters of one of a group's equal modules (its blocks), and the number of such modules."""
+
+    parameters: tuple[Parameter, ...]
+    n: int
+
+
+class Row(NamedTuple, Generic[Group]):
+    """`times` equal units in a row, each of `size` consecutive blocks (None: blocks of the root)."""
+
+    group: Group
+    size: int
+    times: int
+
+
+def repeatedly(counted: Iterable[CountedEvents], times: int) -> Iterator[CountedEvents]:
+    """Multiplies each count by `times`."""
+    return ((found, n * times) for found, n in counted)
+
+
+def opened_when_called(
+    opened: Sequence[CountedEvents], passed: Sequence[CountedEvents]
+) -> tuple[CountedEvents, ...]:
+    """The events with the all-gather where the group's first module is called.
+
+    Under checkpointing that is after the random state has been saved.
+    """
+    first, n = passed[0] if passed else ((), 0)
+    starts_with = buffer_in(first[0]) if first else None
+    if not (opened and starts_with is not None and starts_with.role is Role.RNG_STATE):
+        return (*opened, *passed)
+    return ((first[:1], 1), *opened, (first[1:], 1), (first, n - 1), *passed[1:])
+
+
+def grouped(
+    order: Iterable[tuple[Segment, int]], groups: Iterable[Row[Group]]
+) -> Iterator[tuple[Group, list[tuple[Segment, int]], int]]:
+    """The blocks' passes in order, by unit: the unit, the passes of its blocks, the number of such units.
+
+    A row's first unit is yielded alone, and so is its last one if another row follows: the unit next to it,
+    which is prefetched, is of another row. A single row of one-block units keeps the counts of `order`.
+    """
+    left = [(segment, n) for segment, n in order if n]
+    all_groups = list(groups)
+    match all_groups:
+        case [Row(group=unit, size=int(size))] if size == 1:
+            yield from ((unit, [(segment, 1)], n) for segment, n in left)
+            return
+    for i, (unit, size, times) in enumerate(all_groups):
+        first, alone = True, i + 1 < len(all_groups)
+        while times:
+            row: list[tuple[Segment, int]] = []
+            n_rows = 1 if first else max(1, min(times - alone, left[0][1] // size))
+            needed = n_rows * size
+            while needed:
+                segment, n = left.pop(0)
+                taken = min(n, needed)
+                row.append((segment, taken // n_rows))
+                needed -= taken
+                if taken < n:
+                    left.insert(0, (segment, n - taken))
+            yield unit, row, n_rows
+            times, first = times - n_rows, False
+
+
+def in_order(name: str, turns: Iterable[CountedEvents]) -> Stretch:
+    """A stretch of counted events in order."""
+    parts: list[Stretch] = []
+    pending: list[Event] = []
+    for found, times in turns:
+        if times == 1:
+            pending += found
+        elif found and times:
+            parts += [events(name, pending), repeated(events(name, found), times)]
+            pending = []
+    last = events(name, pending)
+    return chain(name, *parts, last) if parts else last
+
+
+def next_units(order: Sequence[Group | None]) -> Iterator[Group | None]:
+    """At each place the unit there, or the next one where there is none."""
+    return (next((unit for unit in order[place:] if unit is not None), None) for place in range(len(order)))
