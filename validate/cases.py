@@ -38,8 +38,8 @@ Tensors = Literal["real", "fake"]
 REFERENCE: Final = "reference"
 """The name of a single-process run that another one is compared with."""
 
-TRAINING: Final = ("seq_len", "precision", "optimizer", "clip_grad_norm", "torch_version")
-"""The fields of a plan that a single-process reference run keeps."""
+TRAINING: Final = ("seq_len", "precision", "optimizer", "clip_grad_norm", "engine", "torch_version")
+"""The fields of a plan that a single-process reference run keeps, as far as its engine has them."""
 
 LEAST_STEPS: Final = 6
 """Two to warm up, one whose collectives are counted, three whose memory is observed."""
@@ -156,7 +156,8 @@ class Case:
         """The same training in a single process and a single batch: same model, tokens, precision, steps."""
         said = plan_dict(self.plan)
         batch = said["global_batch"]
-        alone = plan_of(micro_batch=batch, global_batch=batch, **{name: said[name] for name in TRAINING})
+        kept = {name: said[name] for name in TRAINING if name in said}
+        alone = plan_of(micro_batch=batch, global_batch=batch, **kept)
         return replace(self, name=REFERENCE, plan=alone, limit_bytes=None)
 
     @property

@@ -120,29 +120,45 @@ class FlatParameter:
 
     # --- What happens to it in a pass ---
 
-    def unshard(self) -> Iterator[Event]:
+    @property
+    def casts(self) -> bool:
+        """Whether it is gathered in another type than it is stored in."""
+        return self.low_precision.dtype != self.shard.dtype
+
+    @property
+    def keeps_uploaded(self) -> bool:
+        """Whether the module's parameters hold the uploaded shard until they are views of the host's again.
+
+        Source: `torch.distributed.fsdp._flat_param:FlatParamHandle.flat_param_to`.
+        """
+        return self.stage.offloads and self.aligned and not self.casts
+
+    def unshard(self, *, is_whole: bool = False) -> Iterator[Event]:
         """Gathers it, through a copy of the shard in the compute type if it is stored in another one.
+
+        `is_whole`: it is unsharded already, and only uploaded, as offload does all the same.
 
         Source: `torch.distributed.fsdp._flat_param:FlatParamHandle.pre_unshard`,
         `torch.distributed.fsdp._flat_param:FlatParamHandle.unshard`.
         """
-        casts, offloads = self.low_precision.dtype != self.shard.dtype, self.stage.offloads
-        made = [self.low_precision] * casts
-        if offloads:
-            yield from allocs(*made, self.uploaded)
+        if is_whole and not self.stage.offloads:
+            return
+        yield from allocs(*[self.low_precision] * self.casts)
+        if self.stage.offloads:
+            yield from allocs(self.uploaded)
             yield copied("weights to the GPU", self.uploaded.n_bytes, "compute")
-            yield from frees(*[self.uploaded] * casts)
-            made = made or [self.uploaded]
-        else:
-            yield from allocs(*made)
-        yield from (*allocs(self.unsharded), self.all_gather)
-        if self.stage.op_context.gathers_in_copies:
-            yield from (*allocs(self.scratch), *frees(self.scratch)) * 2
-        yield from frees(*made)
+            yield from frees(*[self.uploaded] * self.casts)
+        if not is_whole:
+            yield from (*allocs(self.unsharded), self.all_gather)
+            if self.stage.op_context.gathers_in_copies:
+                yield from (*allocs(self.scratch), *frees(self.scratch)) * 2
+        yield from frees(*[self.low_precision] * self.casts)
+        if self.stage.offloads and not (self.casts or self.keeps_uploaded):
+            yield from frees(self.uploaded)
 
-    def reshard(self) -> tuple[Event, ...]:
-        """Frees the unsharded weights."""
-        return frees(self.unsharded)
+    def reshard(self, *, frees_whole: bool = True) -> tuple[Event, ...]:
+        """Frees the unsharded weights, unless they stay, and the uploaded shard, if it is held."""
+        return frees(*[self.uploaded] * self.keeps_uploaded, *[self.unsharded] * frees_whole)
 
     def flatten_grads(self, grads: Mapping[Parameter, Buffer]) -> Iterator[CountedEvents]:
         """Joins the parameters' gradients into the flat one.

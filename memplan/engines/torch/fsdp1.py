@@ -87,8 +87,8 @@ class FullyShardedDataParallel(StageModule[Fsdp1State]):
 
     def _unshard(self, unit: FlatParameter | None) -> Iterator[CountedEvents]:
         """Gathers a unit, unless it is unsharded."""
-        if unit is not None and not self.state.is_whole:
-            yield tuple(unit.unshard()), 1
+        if unit is not None:
+            yield tuple(unit.unshard(is_whole=self.state.is_whole)), 1
 
     def _pre_forward(
         self, unit: FlatParameter | None, following: FlatParameter | None, *, first: bool = False
@@ -106,18 +106,22 @@ class FullyShardedDataParallel(StageModule[Fsdp1State]):
     def _pre_backward(
         self, unit: FlatParameter | None, following: FlatParameter | None, *, is_root: bool = False
     ) -> Iterator[CountedEvents]:
-        """Gathers a unit that reshards, unless it was gathered ahead, then the next one.
+        """Gathers a unit, unless it was gathered ahead, then the next one.
 
         Source: `torch.distributed.fsdp._runtime_utils:_pre_backward_hook`.
         """
-        if self.gathers_early == "none" and not is_root:
+        if self.gathers_early == "none" or is_root:
             yield from self._gathered_again(unit)
         if self.gathers_early == "pre":
             yield from self._gathered_again(following)
 
     def _gathered_again(self, unit: FlatParameter | None) -> Iterator[CountedEvents]:
+        """Gathers a unit that reshards; another one's uploaded shard replaces that of the forward pass."""
         if unit is not None and unit.reshards:
             yield from self._unshard(unit)
+        elif unit is not None:
+            yield tuple(unit.unshard(is_whole=True)), 1
+            yield frees(unit.uploaded), int(unit.keeps_uploaded and self.stage.plan.zero == 2)
 
     def _post_backward(
         self, unit: FlatParameter | None, following: FlatParameter | None
@@ -132,7 +136,7 @@ class FullyShardedDataParallel(StageModule[Fsdp1State]):
         if unit is None:
             return
         yield from unit.flatten_grads(self.grads)
-        yield unit.reshard(), int(self.state.syncs or self.stage.plan.zero == 3)
+        yield unit.reshard(frees_whole=self.state.syncs or self.stage.plan.zero == 3), 1
         if self.gathers_early == "post":
             yield from self._gathered_again(following)
         if self.state.syncs:
@@ -157,6 +161,8 @@ class FullyShardedDataParallel(StageModule[Fsdp1State]):
                 opened = [] if unit is None else [*self._pre_forward(unit, then)]
                 turns = (*opened_when_called(opened, passed), *freed)
                 parts.append(repeated(in_order("forward: block", turns), n))
+        if self.stage.plan.zero == 3:
+            release = events("forward: end of the root", units.root.reshard(frees_whole=False))
         parts += self._forward_end(release)
         self.state = self.state._replace(is_whole=self.stage.plan.zero == 2)
         return chain("forward", *parts)
