@@ -34,9 +34,9 @@ class Step(NamedTuple):
     micro_batch: int
 
 
-def steps(plan: Plan, rank: int) -> tuple[Step, ...]:
-    """Every action of a rank in a step, with its receives at the places where it posts them."""
-    return _lowered(plan.schedule, plan.pp, plan.virtual_stages, plan.n_micro_batches)[rank]
+def steps(plan: Plan, rank: int, m: int) -> tuple[Step, ...]:
+    """Every action of a rank in a step of m micro-batches, with its receives where it posts them."""
+    return _lowered(plan.schedule, plan.pp, plan.virtual_stages, m)[rank]
 
 
 @lru_cache(maxsize=16)

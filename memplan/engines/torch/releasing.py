@@ -11,8 +11,9 @@ Source: torch 2.15's `_PipelineStageBase.backward_one_chunk`, `_PipelineStageBas
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_
+from typing import Any, Final, cast
 
 from memplan.engines.torch.lowering import Step, steps
 from memplan.engines.torch.module import (
@@ -135,32 +136,49 @@ class Runtime:
         self.sent: list[Held] = []
         self.with_losses: list[Held] = []
         self.made: dict[tuple[object, ...], Stretch] = {}
+        self.done: dict[tuple[object, ...], tuple[list[Stretch], object]] = {}
 
     def step(self) -> list[Stretch]:
-        """All actions, then the frees of sent gradients, of the losses and of what their graphs hold."""
-        left = Counter(step.stage for step in self._steps() if step.kind in LAST_PARTS)
+        """All actions, then the frees of sent gradients, of the losses and of what their graphs hold.
+
+        A schedule repeats itself: of many micro-batches, turns are played up to the first repetitions.
+        """
+        plan = self.stages.plan
+        m, pp = plan.n_micro_batches, plan.pp
+        few = 2 * (plan.virtual_stages + 1) * pp
+        found = extrapolated(self._played, few, pp, m // pp - few // pp) if m % pp == 0 else None
+        ends = [module.release_loss for module in self.modules.values() if module.stage.last]
+        return [*(found or self._played(m)), *[repeated(end, m) for end in ends]]
+
+    def _played(self, m: int) -> list[Stretch]:
+        """A step of m micro-batches from its start, but for the frees of the losses."""
+        self.holders.clear()
+        self.sent, self.with_losses = [], []
+        for module in self.modules.values():
+            module.state = module.initial
+        ordered = steps(self.stages.plan, self.stages.rank.pp, m)
+        left = Counter(step.stage for step in ordered if step.kind in LAST_PARTS)
         found: list[Stretch] = []
-        for step in self._steps():
+        for step in ordered:
             left[step.stage] -= step.kind in LAST_PARTS
             if step.kind in LAST_PARTS and not left[step.stage]:
                 self.modules[step.stage].require_gradient_sync()
             found += self._act(step)
         for held in (*self.sent, *self.with_losses):
             found += self._dropped(held)
-        for module in self.modules.values():
-            if module.stage.last:
-                found.append(repeated(module.release_loss, self.stages.plan.n_micro_batches))
         return found
-
-    def _steps(self) -> tuple[Step, ...]:
-        return steps(self.stages.plan, self.stages.rank.pp)
 
     def _act(self, step: Step) -> list[Stretch]:
         kind, index, i = step
         module = self.modules[index]
         match kind:
             case "unshard" | "reshard" | "reduce":
-                return played(module, kind)
+                key = kind, index, module.state
+                if key not in self.done:
+                    acted = played(module, kind)
+                    self.done[key] = acted, module.state
+                acted, module.state = self.done[key]
+                return acted
             case "wait-reduce":
                 return []
             case "receive-input":
@@ -175,7 +193,7 @@ class Runtime:
         kind, index, i = step
         module, action = self.modules[index], cast(ActionKind, kind)
         after, before = index + 1 in self.modules, index - 1 in self.modules
-        parts = [*module.wait_for_unshard()]
+        parts = [*self._waited(module, index)]
         run = played(module, action)
         parts += with_p2p(module, action, run, next_is_here=after, previous_is_here=before)
         if kind == "forward":
@@ -190,6 +208,15 @@ class Runtime:
         if key not in self.made:
             self.made[key] = named_pass(module, self.local[index], action, parts)
         return self.made[key]
+
+    def _waited(self, module: Module, index: int) -> list[Stretch]:
+        """The copies of gathered weights before a pass."""
+        key = "wait-unshard", index, module.state
+        if key not in self.done:
+            waited = module.wait_for_unshard()
+            self.done[key] = waited, module.state
+        waited, module.state = self.done[key]
+        return waited
 
     def _let_go(self, step: Step) -> Iterator[Stretch]:
         """The frees of what the stage drops of a micro-batch after a backward pass or a part of one."""
@@ -227,3 +254,68 @@ class Runtime:
             "gradient of the input": module.release_input_grad,
         }
         return [frees[what]]
+
+
+def extrapolated(
+    played: Callable[[int], list[Stretch]], few: int, period: int, times: int
+) -> list[Stretch] | None:
+    """What `played(few + times * period)` gives, from `few` and two periods more; None if that is not told.
+
+    Each period adds the same stretches at the same places, as three steps of different lengths show.
+    """
+    if times < LEAST_TIMES:
+        return None
+    least, more, most = (played(few + n * period) for n in range(3))
+    for n_alike in ALIKE:
+        added = list(_added(least, more, n_alike))
+        if _same(_with(least, added, 1), more) and _same(_with(least, added, 2), most):
+            break
+    else:
+        return None
+    found: list[Stretch] = []
+    start = 0
+    for place, stretches in added:
+        found += [*least[start:place], repeated(chain("turns of the schedule", *stretches), times)]
+        start = place
+    return [*found, *least[start:]]
+
+
+LEAST_TIMES: Final = 4
+"""Repetitions from which on they are counted."""
+
+ALIKE: Final = (64, 32, 16, 8, 4)
+"""By so many equal stretches two steps are taken to go on alike; whether they do, the third step shows."""
+
+
+def _added(
+    least: Sequence[Stretch], more: Sequence[Stretch], n_alike: int
+) -> Iterator[tuple[int, Sequence[Stretch]]]:
+    """The stretches that the longer step has in addition, each with its place in the shorter one."""
+    i = j = 0
+    while j < len(more):
+        if i < len(least) and least[i] is more[j]:
+            i, j = i + 1, j + 1
+            continue
+        ahead = least[i : i + n_alike]
+        last = len(more) - len(ahead)
+        first = j + 1 if i + n_alike < len(least) else max(j + 1, last)
+        ends = (at for at in range(first, last + 1) if _same(more[at : at + len(ahead)], ahead))
+        end = next(ends, len(more))
+        yield i, more[j:end]
+        j = end
+
+
+def _with(
+    least: Sequence[Stretch], added: Iterable[tuple[int, Sequence[Stretch]]], times: int
+) -> list[Stretch]:
+    """The shorter step with all additions, each so many times."""
+    found: list[Stretch] = []
+    start = 0
+    for place, stretches in added:
+        found += [*least[start:place], *[*stretches] * times]
+        start = place
+    return [*found, *least[start:]]
+
+
+def _same(one: Sequence[Stretch], other: Sequence[Stretch]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
