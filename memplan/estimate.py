@@ -690,7 +690,8 @@ def estimate(
         global_batch: sequences per step; left out, one micro-batch per pipeline stage and replica.
         seq_len: tokens per sequence; left out, the model's context, and at most 8,192.
         precision: "fp32", "bf16", "bf16-autocast" (weights in bfloat16 under autocast), "bf16-reduce-fp32"
-            (FSDP2's reduce_dtype), "bf16-mixed" or "fp16-mixed" (with a loss scaler).
+            (FSDP's reduce_dtype), "bf16-mixed", "bf16-mixed-reduce-bf16" (as Accelerate and transformers'
+            Trainer set FSDP up) or "fp16-mixed" (with a loss scaler).
         optimizer: "sgd", "sgd-momentum", "adam" or "adamw".
         recompute: "none", "selective" (pointwise work only) or "full" (all of a block but its input).
         recompute_blocks: recompute only the first N blocks of each stage; left out, all.

@@ -56,6 +56,7 @@ PRECISIONS: Final = Registry(
         "bf16-autocast": _precision(BF16, BF16, "bf16", autocast=True),
         "bf16-reduce-fp32": _precision(BF16, BF16, "bf16", reduce=FP32),
         "bf16-mixed": _precision(BF16, FP32, "bf16"),
+        "bf16-mixed-reduce-bf16": _precision(BF16, FP32, "bf16", reduce=BF16),
         "fp16-mixed": _precision(FP16, FP32, "fp16", loss_scaled=True),
     },
 )

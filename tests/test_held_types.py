@@ -102,6 +102,8 @@ NARROW: tuple[dict[str, Any], ...] = (
     {"precision": "bf16-autocast", "dp": 2, "zero": 3},
     {"precision": "bf16-reduce-fp32", "dp": 2, "zero": 2},
     {"precision": "bf16-reduce-fp32", "dp": 2, "zero": 3, "global_batch": 8},
+    {"precision": "bf16-mixed-reduce-bf16", "dp": 2, "zero": 3, "micro_batch": 4},
+    {"precision": "bf16-mixed-reduce-bf16", "dp": 2, "pp": 2, "zero": 2, "global_batch": 8},
 )
 
 
@@ -168,7 +170,7 @@ def test_settings_of_a_run_in_a_config_are_named(setting, told, tmp_path):
         ({"text_config": {"dtype": "bfloat16"}}, "bf16-mixed", "^dtype=bfloat16 .* precision='bf16' or "),
         ({"dtype": "bfloat16"}, "bf16", ""),
         ({"dtype": "float32"}, "bf16-mixed", ""),
-        ({"dtype": "float32"}, "bf16", "precision='fp32' or 'bf16-mixed' or 'fp16-mixed' plays"),
+        ({"dtype": "float32"}, "bf16", "precision='fp32' or 'bf16-mixed' or .* or 'fp16-mixed' plays"),
         ({"dtype": "float16"}, "fp16-mixed", "which no precision plays; .* holds them in float32"),
         ({"dtype": "int8"}, "bf16-mixed", "dtype='int8' is ignored"),
         ({"dtype": {"": "float32"}}, "bf16-mixed", "dtype=.* is ignored"),

@@ -188,10 +188,12 @@ def test_what_accelerate_does_otherwise_is_noted():
     assert exported(estimate(TINY, **{**H100, "zero": 2}), "accelerate").notes == ()
 
 
+AS_ACCELERATE_REDUCES = {**H100, "precision": "bf16-mixed-reduce-bf16"}
+
 ROUND_TRIPS = [
-    H100,
+    AS_ACCELERATE_REDUCES,
     {**H100, "zero": 2, "recompute": "full", "offload": True, "precision": "fp16-mixed"},
-    {**H100, "cluster": "16xh100-sxm", "dp_replicate": 2},
+    {**AS_ACCELERATE_REDUCES, "cluster": "16xh100-sxm", "dp_replicate": 2},
     {"cluster": "8xh100-sxm", "zero": 0, "precision": "fp32"},
     {"cluster": "1xh100-sxm", "zero": 0},
 ]

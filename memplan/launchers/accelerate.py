@@ -16,7 +16,11 @@ from memplan.models.families import implementations_of
 from memplan.plan import Plan
 from memplan.units import MiB, human_bytes
 
-MIXED: Final = {"fp32": "no", "bf16": "no", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
+MIXED: Final = {
+    **dict.fromkeys(("fp32", "bf16"), "no"),
+    **dict.fromkeys(("bf16-mixed", "bf16-mixed-reduce-bf16"), "bf16"),
+    "fp16-mixed": "fp16",
+}
 """Accelerate's word for each precision; "no" takes the weights as the script has loaded them."""
 
 READ_MIXED: Final = {"no": "fp32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
@@ -183,10 +187,11 @@ class Accelerate(Launcher):
                 "bfloat16, say precision='bf16'."
             )
         if kind == "FSDP" and word != "no":
-            dtype = {"bf16": "bfloat16", "fp16": "float16"}[word]
+            keywords["precision"] = {"bf16": "bf16-mixed-reduce-bf16"}.get(word, keywords["precision"])
+            dtype, planned = {"bf16": ("bfloat16", "so"), "fp16": ("float16", "in float32")}[word]
             notes.append(
                 f"Accelerate reduces gradients in {dtype} unless the script has another "
-                "mixed_precision_policy; planned in float32."
+                f"mixed_precision_policy; planned {planned}."
             )
         if "huggingface" in implementations_of(model):
             keywords["implementation"] = "huggingface"

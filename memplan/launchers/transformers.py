@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Final, final
 
 from memplan.engines.options import plan_dict
-from memplan.launchers.accelerate import differences, limits_of
+from memplan.launchers.accelerate import MIXED, differences, limits_of
 from memplan.launchers.base import Job, Launcher, Limit
 from memplan.plan import Plan
 from memplan.units import MiB
@@ -79,7 +79,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.n_micro_batches,
         "optim": OPTIMIZERS[plan.optimizer, options["optimizer_impl"]],
         "max_grad_norm": plan.clip_grad_norm or 0.0,
-        "bf16": plan.precision == "bf16-mixed",
+        "bf16": MIXED[plan.precision] == "bf16",
         "fp16": plan.precision == "fp16-mixed",
         "activation_checkpointing": plan.recompute == "full" and not plan.fsdp,
     }

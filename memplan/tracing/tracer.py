@@ -50,7 +50,7 @@ RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "fp32": (("float32", ""),),
     **dict.fromkeys(("bf16", "bf16-reduce-fp32"), (("bfloat16", ""),)),
     "bf16-autocast": (("bfloat16", "bfloat16"),),
-    "bf16-mixed": (("float32", "bfloat16"), ("bfloat16", "")),
+    **dict.fromkeys(("bf16-mixed", "bf16-mixed-reduce-bf16"), (("float32", "bfloat16"), ("bfloat16", ""))),
     "fp16-mixed": (("float32", "float16"), ("float16", "")),
 }
 """Types of weights and of autocast that a plan's precision runs in; mixed ones under DDP and under FSDP2."""

@@ -57,6 +57,9 @@ ALONE: Final[tuple[dict[str, Any], ...]] = (
     {"dp": 2, "dp_replicate": 2, "precision": "fp16-mixed", "micro_batch": 2},
     {"dp": 2, "dp_replicate": 2, "precision": "bf16-mixed", "recompute": "full", "use_orig_params": True},
     {"no_sync": True, "global_batch": 8, "clip_grad_norm": 1.0, "backward_prefetch": "post", "zero": 2},
+    {"precision": "bf16-mixed-reduce-bf16", "micro_batch": 4},
+    {"precision": "bf16-mixed-reduce-bf16", "micro_batch": 4, "zero": 2, "use_orig_params": True},
+    {"precision": "bf16-mixed-reduce-bf16", "no_sync": True, "global_batch": 32, "micro_batch": 4},
 )
 """What each plan has beside FULL_SHARD of two ranks in float32."""
 

@@ -206,6 +206,8 @@ FSDP1: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tuple(
         (WIDE, {"dp": 8, "precision": "fp32", **FULL}, (0,)),
         (WIDE, {"dp": 8, "precision": "bf16", **FULL, "use_orig_params": True}, (0,)),
         (WIDE, {"dp": 8, "precision": "bf16-reduce-fp32", **FULL}, (0,)),
+        (WIDE, {"dp": 8, "precision": "bf16-mixed-reduce-bf16", **FULL}, (0,)),
+        (WIDE, {"dp": 64, "precision": "bf16-mixed-reduce-bf16", "use_orig_params": True}, (5,)),
         (WIDE, {"dp": 8, **FULL, "backward_prefetch": "post"}, (0,)),
         (WIDE, {"dp": 8, **FULL, "backward_prefetch": "none", "use_orig_params": True}, (0,)),
         (WIDE, {"dp": 8, **FULL, "forward_prefetch": True}, (0,)),
