@@ -139,6 +139,17 @@ def test_accelerates_configuration_of_fsdp1_is_read(tmp_path, strategy, zero):
     memplan.estimate("llama-3-8b", **found | {"implementation": "huggingface", "seq_len": 128})
 
 
+def test_a_hybrid_strategy_of_accelerate_shards_within_each_machine(tmp_path):
+    file = tmp_path / "accelerate.yaml"
+    text = ACCELERATE.format(strategy="HYBRID_SHARD", prefetch="BACKWARD_PRE", orig="true")
+    file.write_text(text.replace("num_processes: 8", "num_processes: 16\nnum_machines: 2"))
+    found = launchers.read(file, "accelerate", resolve("llama-3-8b")).keywords
+    assert (found["dp"], found["dp_replicate"], found["zero"]) == (8, 2, 3)
+    file.write_text(text.replace("num_processes: 8", "num_processes: 7\nnum_machines: 2"))
+    with pytest.raises(MemplanError, match=r"num_processes=7 is no multiple of num_machines=2; make it one"):
+        launchers.read(file, "accelerate", resolve("llama-3-8b"))
+
+
 @pytest.mark.parametrize("strategy,prefetch", [("NO_SHARD", "BACKWARD_PRE"), ("FULL_SHARD", "SOMETIMES")])
 def test_what_accelerate_says_of_fsdp1_and_is_not_planned_is_named(tmp_path, strategy, prefetch):
     file = tmp_path / "accelerate.yaml"

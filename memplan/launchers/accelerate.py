@@ -168,6 +168,7 @@ class Accelerate(Launcher):
         fsdp = _without_prefix(values.get("fsdp_config"), "fsdp_")
         sizes = _without_prefix(values.get("parallelism_config"), "parallelism_config_")
         kind = str(values.get("distributed_type")).upper()
+        strategy = _strategy(fsdp) if str(fsdp.get("version", 1)) == "1" else ""
         keywords: dict[str, Any] = {}
         notes: list[str] = []
         if kind == "FSDP":
@@ -195,7 +196,13 @@ class Accelerate(Launcher):
             )
         if "huggingface" in implementations_of(model):
             keywords["implementation"] = "huggingface"
-        return Read(keywords=keywords | _read_mesh(values, sizes, kind), notes=tuple(notes))
+        keywords |= _read_mesh(values, sizes, kind)
+        if keywords.get("fsdp_version") == 1:
+            keywords |= _read_replicas(keywords, values, strategy)
+            notes.append(
+                "Accelerate runs FSDP1 under autocast and returns outputs in float32; planned without both."
+            )
+        return Read(keywords=keywords, notes=tuple(notes))
 
 
 ACCELERATE: Final = Accelerate()
@@ -359,14 +366,38 @@ PREFETCHES: Final = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETC
 """The plan's words for Accelerate's."""
 
 
+def _strategy(fsdp: Mapping[str, Any]) -> str:
+    """FSDP1's strategy by its name, however it is said."""
+    asked = fsdp.get("sharding_strategy") or fsdp.get("reshard_after_forward") or "FULL_SHARD"
+    return STRATEGY_NUMBERS.get(str(asked), str(asked).upper())
+
+
+def _read_replicas(keywords: Mapping[str, Any], values: Mapping[str, Any], strategy: str) -> dict[str, int]:
+    """The ranks that shard, and their replicas: a hybrid strategy shards within each machine.
+
+    Source: `torch.distributed.fsdp._init_utils:_init_intra_and_inter_node_groups`.
+    """
+    if keywords.get("dp_replicate", 1) > 1:
+        raise InvalidValue(
+            "parallelism_config_dp_replicate_size is of FSDP2; use fsdp_version: 2, or HYBRID_SHARD."
+        )
+    if not strategy.startswith("HYBRID"):
+        return {}
+    n, machines = keywords["dp"], checked_count("num_machines", values.get("num_machines", 1))
+    if n % machines:
+        raise InvalidValue(f"num_processes={n} is no multiple of num_machines={machines}; make it one.")
+    return {"dp": n // machines, "dp_replicate": machines}
+
+
 def _read_fsdp1(fsdp: dict[str, Any]) -> dict[str, Any]:
     """The keywords of FSDP1's settings; gradients are accumulated under `no_sync`."""
-    asked = str(fsdp.pop("sharding_strategy", fsdp.pop("reshard_after_forward", "FULL_SHARD"))).upper()
-    strategy = STRATEGY_NUMBERS.get(asked, asked)
+    strategy = _strategy(fsdp)
     if strategy not in STRATEGIES:
         raise InvalidValue(
-            f"fsdp_sharding_strategy={shown_value(asked)} is not planned; use {', '.join(STRATEGIES)}."
+            f"fsdp_sharding_strategy={shown_value(strategy)} is not planned; use {', '.join(STRATEGIES)}."
         )
+    for name in ("sharding_strategy", "reshard_after_forward"):
+        fsdp.pop(name, None)
     prefetch = str(fsdp.pop("backward_prefetch", None) or "BACKWARD_PRE").upper()
     if prefetch not in PREFETCHES:
         raise InvalidValue(

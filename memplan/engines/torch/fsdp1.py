@@ -81,7 +81,7 @@ class FullyShardedDataParallel(StageModule[Fsdp1State]):
         return [(unit.reduced, times) for unit, times in self.units]
 
     def _made_grads(self) -> None:
-        raise NotImplementedError
+        self.state = self.state._replace(has_grads=True)
 
     # --- What happens to one unit ---
 
@@ -161,7 +161,7 @@ class FullyShardedDataParallel(StageModule[Fsdp1State]):
                 opened = [] if unit is None else [*self._pre_forward(unit, then)]
                 turns = (*opened_when_called(opened, passed), *freed)
                 parts.append(repeated(in_order("forward: block", turns), n))
-        if self.stage.plan.zero == 3:
+        if self.stage.plan.zero == 3 and units.root.keeps_uploaded:
             release = events("forward: end of the root", units.root.reshard(frees_whole=False))
         parts += self._forward_end(release)
         self.state = self.state._replace(is_whole=self.stage.plan.zero == 2)

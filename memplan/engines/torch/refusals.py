@@ -72,7 +72,7 @@ def _check_fsdp1(model: Model, plan: Plan) -> None:
         (
             plan.offload and plan.formats.loss_scaled,
             f"offload=True, precision={plan.precision!r}",
-            "'bf16-mixed'",
+            "offload=False, or precision='bf16-mixed'",
         ),
         (options.fsdp_units == "block+ends", "fsdp_units='block+ends'", "fsdp_units='block' or 'model'"),
         (options.fsdp_blocks > 1, f"fsdp_blocks={options.fsdp_blocks}", "fsdp_blocks=1"),
