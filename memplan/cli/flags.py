@@ -141,6 +141,10 @@ FLAG_WIDTH: Final = 24
 """The widest column of flags in a command's help; a longer flag has a line of its own."""
 
 
+LONGEST_CHOICES: Final = 78
+"""Columns for a flag and the words that it takes; more words are listed in its help."""
+
+
 def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
     """The flag of a field that takes one value."""
     flag, told = _flag(name), {"default": default, "help": field.help, "show_default": default is not None}
@@ -150,7 +154,10 @@ def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
         case Flag():
             return click.option(flag, is_flag=True, help=field.help)
         case Choice() | Registered():
-            return click.option(flag, metavar="|".join(field.choices), **told)
+            if len(flag) + len(metavar := "|".join(field.choices)) < LONGEST_CHOICES:
+                return click.option(flag, metavar=metavar, **told)
+            listed = f"{field.help.rstrip('.')}: {', '.join(field.choices)}."
+            return click.option(flag, metavar="NAME", **told | {"help": listed})
     return click.option(flag, type=field.parsed, metavar=METAVARS[type(field)], **told)
 
 
