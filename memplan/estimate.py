@@ -715,8 +715,8 @@ def estimate(
             fsdp_blocks: blocks in a row that share a unit.
             fsdp_version: 2, `fully_shard`, or 1, `FullyShardedDataParallel`.
             use_orig_params: FSDP1's optimizer has the module's own parameters, not flat ones.
-            backward_prefetch: FSDP1 gathers the next unit of a backward pass before ("pre"), after ("post")
-                or without ("none") the one before it.
+            backward_prefetch: FSDP1 gathers the next unit of a backward pass before the current unit's
+                gradients are computed ("pre"), after that ("post"), or when the unit is reached ("none").
             forward_prefetch: FSDP1 gathers the next unit of a forward pass ahead.
             no_sync: FSDP1 accumulates whole gradients up to the last micro-batch.
             optimizer_impl: "for-loop", "foreach", "fused", or "default": torch's choice.

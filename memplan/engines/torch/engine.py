@@ -65,9 +65,10 @@ class TorchEngine(Engine):
             )
         if plan.fsdp and torch_options(plan).fsdp_version == 1:
             yield (
-                "FSDP1 hands blocks to other streams (record_stream); reserved bytes are those of a GPU that "
-                "is never behind. Where one was behind, played runs reserved up to 2.7 % more, and 67 % more "
-                "with limit_all_gathers=False; planned is True."
+                "FSDP1 calls record_stream: the allocator reuses a block only once the other stream is done. "
+                "The reserved bytes assume that it is done at once; runs without a GPU that assumed the "
+                "latest time reserved up to 2.7 % more, and 67 % more with limit_all_gathers=False. "
+                "limit_all_gathers=True is planned."
             )
         held = set(model.trained_dtypes) - {FP32.name} if isinstance(model, TracedModel) else ()
         if held and plan.formats.stored == FP32:

@@ -9,9 +9,9 @@ from typing import Final, NamedTuple, final
 
 from memplan.engines.torch.param_group import copied
 from memplan.engines.torch.stage import RankStages, Stage, trained
-from memplan.engines.torch.units import CountedEvents, EqualParameters, Row
+from memplan.engines.torch.units import CountedEvents, EqualParameters, Row, collectives
 from memplan.memory import Alive
-from memplan.record import Collective, Event, allocs, frees
+from memplan.record import Event, allocs, frees
 from memplan.shapes import Buffer, DType, Parameter, Shape, buffer_of
 
 ALIGNMENT_BYTES: Final = 16
@@ -75,18 +75,9 @@ class FlatParameter:
         self.passing = self._buffer(
             "flat gradient, sharded, to be added", self.shard_elements, formats.stored
         )
-        self.all_gather = Collective(
-            kind="all_gather", axis="dp", what="gather weights",
-            payload_bytes=self.unsharded.n_bytes, overlap="compute",
-        )  # fmt: skip
-        self.reduce_scatter = Collective(
-            kind="reduce_scatter", axis="dp", what="reduce gradients",
-            payload_bytes=self.padded_grad.n_bytes, overlap="backward",
-        )  # fmt: skip
-        self.all_reduce = Collective(
-            kind="all_reduce", axis="dp_replicate", what="all-reduce gradients",
-            payload_bytes=self.reduce_output.n_bytes, overlap="backward",
-        )  # fmt: skip
+        self.all_gather, self.reduce_scatter, self.all_reduce = collectives(
+            self.unsharded.n_bytes, self.padded_grad.n_bytes, self.reduce_output.n_bytes
+        )
 
     def _buffer(self, what: str, n: int, dtype: DType) -> Buffer:
         return buffer_of(f"{self.name}: {what}", (n,), dtype)
@@ -208,7 +199,7 @@ def _slices(places: Sequence[tuple[Parameter, int]], shard_elements: int, rank: 
 class FlatUnits:
     """The flat parameters of a stage: one for each block, and the root's, which has all that is left.
 
-    `rows`: those of the blocks, in the module's order.
+    `rows`: the flat parameters of the blocks, in the module's order.
     """
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:

@@ -191,7 +191,7 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
     (raised to the power, all-reduced, and back).
     """
     plan, one_by_one = stages.plan, stages.options.optimizer_impl == "for-loop"
-    if plan.fsdp and not stages.stages[0].is_fsdp2:
+    if stages.stages[0].is_fsdp1:
         yield from _norm_of_flat_grads(stages)
         return
     for group in _lists(_held(stages, in_order), apart=plan.tp > 1):
@@ -261,7 +261,7 @@ def _overflow_axes(stages: RankStages) -> Iterator[Group]:
     """
     plan = stages.plan
     (first, _), *_ = stages.counted_trained_parameters()
-    flat = plan.fsdp and not stages.stages[0].is_fsdp2
+    flat = stages.stages[0].is_fsdp1
     if plan.fsdp and not flat:
         yield "dp"
     if plan.tp > 1 and not plan.ddp:

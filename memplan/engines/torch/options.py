@@ -40,7 +40,8 @@ class TorchOptions:
     backward_prefetch: str = described(
         "pre",
         Choice(
-            "When FSDP1 gathers the next unit of a backward pass: before, after or without the one before",
+            "FSDP1 gathers the next unit of a backward pass before the current unit's gradients are "
+            "computed, after that, or when the unit is reached",
             choices=BACKWARD_PREFETCHES,
             word="prefetch",
         ),

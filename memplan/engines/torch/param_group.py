@@ -10,7 +10,7 @@ from itertools import groupby
 
 from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
 from memplan.engines.torch.stage import Stage, stored_dtype, trained
-from memplan.engines.torch.units import CountedEvents, EqualParameters, Row
+from memplan.engines.torch.units import CountedEvents, EqualParameters, Row, collectives
 from memplan.record import Alloc, Collective, Event, Free, Overlap, allocs, frees
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 
@@ -49,18 +49,9 @@ class ParamGroup:
         self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (reduced,), formats.accumulate)
         self.reduce_output = buffer_of(f"{name} (reduce-scatter output)", (reduced,), self.dtype)
         self.casts_reduced = self.dtype != formats.accumulate
-        self.all_gather = Collective(
-            kind="all_gather", axis="dp", what="gather weights",
-            payload_bytes=self.flat.n_bytes, overlap="compute",
-        )  # fmt: skip
-        self.reduce_scatter = Collective(
-            kind="reduce_scatter", axis="dp", what="reduce gradients",
-            payload_bytes=self.reduce_input.n_bytes, overlap="backward",
-        )  # fmt: skip
-        self.all_reduce = Collective(
-            kind="all_reduce", axis="dp_replicate", what="all-reduce gradients",
-            payload_bytes=self.reduce_output.n_bytes, overlap="backward",
-        )  # fmt: skip
+        self.all_gather, self.reduce_scatter, self.all_reduce = collectives(
+            self.flat.n_bytes, self.reduce_input.n_bytes, self.reduce_output.n_bytes
+        )
 
     def shard(self, parameter: Parameter) -> int:
         """Elements of a rank's padded shard of a parameter."""

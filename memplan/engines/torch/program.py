@@ -219,9 +219,9 @@ def _lazy_init(stages: RankStages) -> Iterator[Event]:
     if isinstance(stages, FlatRankStages):
         *blocks, root = stages.units
         for unit, n in (root, *blocks):
-            casts = unit.low_precision.dtype != unit.shard.dtype
-            found = [(unit.low_precision, unit.low_precision.dtype)] * casts
-            found += [(unit.unsharded, unit.unsharded.dtype), *[(unit.unsharded, unit.shard.dtype)] * casts]
+            found = [(unit.low_precision, unit.low_precision.dtype)] * unit.casts
+            found.append((unit.unsharded, unit.unsharded.dtype))
+            found += [(unit.unsharded, unit.shard.dtype)] * unit.casts
             made = [buffer_of(f"{one.name} (first)", one.shape, dtype) for one, dtype in found]
             yield from tuple(event for one in made for event in (*allocs(one), *frees(one))) * n
 

@@ -37,7 +37,7 @@ def _check_wrappers(model: Model, plan: Plan) -> None:
 
 
 def _check_fsdp1(model: Model, plan: Plan) -> None:
-    """Raise for options of FSDP1 on other plans, and for what it is not modelled with."""
+    """Raise for FSDP1's options without FSDP1, and for features that have no rule under FSDP1."""
     options = torch_options(plan)
     if not (plan.fsdp and options.fsdp_version == 1):
         for name in ("fsdp_version", *FSDP1_OPTIONS):

@@ -173,12 +173,7 @@ class Runtime:
         module = self.modules[index]
         match kind:
             case "unshard" | "reshard" | "reduce":
-                key = kind, index, module.state
-                if key not in self.done:
-                    acted = played(module, kind)
-                    self.done[key] = acted, module.state
-                acted, module.state = self.done[key]
-                return acted
+                return self._once(kind, index, lambda: played(module, kind))
             case "wait-reduce":
                 return []
             case "receive-input":
@@ -193,7 +188,7 @@ class Runtime:
         kind, index, i = step
         module, action = self.modules[index], cast(ActionKind, kind)
         after, before = index + 1 in self.modules, index - 1 in self.modules
-        parts = [*self._waited(module, index)]
+        parts = [*self._once("wait-unshard", index, module.wait_for_unshard)]
         run = played(module, action)
         parts += with_p2p(module, action, run, next_is_here=after, previous_is_here=before)
         if kind == "forward":
@@ -209,14 +204,15 @@ class Runtime:
             self.made[key] = named_pass(module, self.local[index], action, parts)
         return self.made[key]
 
-    def _waited(self, module: Module, index: int) -> list[Stretch]:
-        """The copies of gathered weights before a pass."""
-        key = "wait-unshard", index, module.state
+    def _once(self, kind: str, index: int, make: Callable[[], list[Stretch]]) -> list[Stretch]:
+        """What `make` plays in a module's state, the same stretches each time, and the state after it."""
+        module = self.modules[index]
+        key = kind, index, module.state
         if key not in self.done:
-            waited = module.wait_for_unshard()
-            self.done[key] = waited, module.state
-        waited, module.state = self.done[key]
-        return waited
+            made = make()
+            self.done[key] = made, module.state
+        made, module.state = self.done[key]
+        return made
 
     def _let_go(self, step: Step) -> Iterator[Stretch]:
         """The frees of what the stage drops of a micro-batch after a backward pass or a part of one."""
@@ -272,19 +268,15 @@ def extrapolated(
             break
     else:
         return None
-    found: list[Stretch] = []
-    start = 0
-    for place, stretches in added:
-        found += [*least[start:place], repeated(chain("turns of the schedule", *stretches), times)]
-        start = place
-    return [*found, *least[start:]]
+    loops = [(place, repeated(chain("turns of the schedule", *found), times)) for place, found in added]
+    return _with(least, [(place, [loop]) for place, loop in loops], 1)
 
 
 LEAST_TIMES: Final = 4
 """Repetitions from which on they are counted."""
 
 ALIKE: Final = (64, 32, 16, 8, 4)
-"""By so many equal stretches two steps are taken to go on alike; whether they do, the third step shows."""
+"""Lengths of the window by which two steps are aligned; a wrong alignment fails against the third step."""
 
 
 def _added(
@@ -308,7 +300,7 @@ def _added(
 def _with(
     least: Sequence[Stretch], added: Iterable[tuple[int, Sequence[Stretch]]], times: int
 ) -> list[Stretch]:
-    """The shorter step with all additions, each so many times."""
+    """The shorter step with each addition inserted at its place, `times` times."""
     found: list[Stretch] = []
     start = 0
     for place, stretches in added:

@@ -77,6 +77,11 @@ class Stage:
         return self.plan.fsdp and self.options.fsdp_version == 2
 
     @property
+    def is_fsdp1(self) -> bool:
+        """Whether `FullyShardedDataParallel` shards the weights."""
+        return self.plan.fsdp and self.options.fsdp_version == 1
+
+    @property
     def autograd_casts_grads(self) -> bool:
         """Whether FSDP2 has autograd cast gradients to the type they are reduced in: from torch 2.15 on.
 
@@ -494,7 +499,7 @@ class RankStages:
 
         Source: `torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.clip_grad_norm_`.
         """
-        keeps = self.plan.fsdp and not self.stages[0].is_fsdp2 and self.plan.clip_grad_norm is not None
+        keeps = self.stages[0].is_fsdp1 and self.plan.clip_grad_norm is not None
         return Counter([buffer_of("norm of no gradients", (), FP32)] * keeps)
 
     @property

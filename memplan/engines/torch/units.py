@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from memplan.engines.trace import Segment, buffer_in
-from memplan.record import Event, Stretch, chain, events, repeated
+from memplan.record import Collective, Event, Stretch, chain, events, repeated
 from memplan.shapes import Parameter, Role
 
 Group = TypeVar("Group")
@@ -26,6 +26,26 @@ class Row(NamedTuple, Generic[Group]):
     group: Group
     size: int
     times: int
+
+
+def collectives(
+    gathered_bytes: int, reduced_bytes: int, sharded_bytes: int
+) -> tuple[Collective, Collective, Collective]:
+    """A unit's all-gather of weights, its reduce-scatter of gradients, and their all-reduce over replicas."""
+    return (
+        Collective(
+            kind="all_gather", axis="dp", what="gather weights",
+            payload_bytes=gathered_bytes, overlap="compute",
+        ),
+        Collective(
+            kind="reduce_scatter", axis="dp", what="reduce gradients",
+            payload_bytes=reduced_bytes, overlap="backward",
+        ),
+        Collective(
+            kind="all_reduce", axis="dp_replicate", what="all-reduce gradients",
+            payload_bytes=sharded_bytes, overlap="backward",
+        ),
+    )  # fmt: skip
 
 
 def repeatedly(counted: Iterable[CountedEvents], times: int) -> Iterator[CountedEvents]:
