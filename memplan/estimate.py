@@ -736,7 +736,8 @@ def estimate(
     kernels = device or device_of(cluster).type
     if example_inputs is not None:
         model = {"module": model, "example_inputs": example_inputs, "targets": targets, "loss": loss}
-    model = resolve(model, implementation, kernels, precisions=(precision,), cache=cache)
+    mesh = {"tp": tp} if checked_count("tp", tp, most=LARGEST_CLUSTER) > 1 else {}
+    model = resolve(model, implementation, kernels, precisions=(precision,), cache=cache, mesh=mesh)
     if dp is None:
         given = asked | options
         axes = {axis: given[axis] for axis in axis_names() if axis != "dp" and axis in given}

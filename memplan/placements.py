@@ -40,7 +40,7 @@ WHOLE: Final[Placements] = {}
 
 
 def local_shape(shape: tuple[int, ...], placements: Placements, mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """The local shape of a tensor on a mesh of these sizes, which divide it evenly.
+    """The local shape of a tensor on the first ranks of a mesh of these sizes, which have the largest chunks.
 
     >>> local_shape((8, 6), {"tp": Shard(0)}, {"tp": 4}), local_shape((8, 6), {"tp": Partial()}, {"tp": 4})
     ((2, 6), (8, 6))
@@ -48,7 +48,7 @@ def local_shape(shape: tuple[int, ...], placements: Placements, mesh: Mapping[st
     local = list(shape)
     for axis, placement in placements.items():
         if isinstance(placement, Shard):
-            local[placement.dim] //= mesh[axis]
+            local[placement.dim] = -(-local[placement.dim] // mesh[axis])
     return tuple(local)
 
 

@@ -76,6 +76,14 @@ PLANS: dict[int, dict[str, tuple[Model, dict[str, Any]]]] = {
             },
         ),
         "tensors and shards": (REFERENCE, {**FSDP, "tp": 2, "clip_grad_norm": 1.0}),
+        "tensors of transformers and shards": (
+            LLAMA,
+            {**FSDP, "tp": 2, "clip_grad_norm": 1.0, "recompute": "full", "fsdp_units": "block+ends"},
+        ),
+        "tied tensors of transformers": (
+            implemented(replace(REFERENCE, tied_head=True), "huggingface"),
+            {**FSDP, "tp": 2, "zero": 2},
+        ),
         "tensors and sequence": (
             GPT_UNTIED,
             {**FSDP, "tp": 2, "zero": 0, "sequence_parallel": True, "recompute": "selective"},

@@ -36,9 +36,9 @@ def kept(monkeypatch, tmp_path, cache_entry, traced):
     """A cache in an empty folder, and how often something was traced."""
     n_traced: list[str] = []
 
-    def counted(text, name, device, precisions):
-        n_traced.append(text)
-        return replace(traced, name=name)
+    def counted(asked):
+        n_traced.append(asked.text)
+        return replace(traced, name=asked.name)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_entry", cache_entry)
@@ -89,7 +89,7 @@ def test_a_checkout_of_transformers_is_never_kept(kept, monkeypatch, tmp_path):
     (package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path / "checkout"))
     monkeypatch.delitem(sys.modules, "transformers")
-    assert cache._entry(json.dumps(VALUES), "tiny", "cuda", ()) is None
+    assert cache._entry(cache.Request(json.dumps(VALUES), "tiny", "cuda", (), ())) is None
     found()
     found()
     assert len(kept) == 2
@@ -143,7 +143,8 @@ def test_the_entries_that_were_not_used_longest_are_removed(kept, tmp_path, monk
 
 def test_processes_that_write_one_entry_at_once_leave_it_whole(kept, tmp_path, traced):
     with ThreadPoolExecutor(8) as pool:
-        file = cache._entry(json.dumps(VALUES, sort_keys=True), "tiny", "cuda", ("bf16",))
+        text = json.dumps(VALUES, sort_keys=True)
+        file = cache._entry(cache.Request(text, "tiny", "cuda", ("bf16",), ()))
         list(pool.map(lambda _: cache._write(file, traced), range(32)))
     assert found() == traced
     assert not kept
@@ -189,7 +190,7 @@ def test_no_cache_is_a_flag_of_every_command_with_a_model_and_a_keyword(tmp_path
 
     asked = []
 
-    def refused(text, name, device, precisions, *, cache):
+    def refused(text, name, device, precisions, *, cache, mesh):
         asked.append(cache)
         raise InvalidValue("seen")
 

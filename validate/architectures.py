@@ -4,12 +4,9 @@ Each is made, trained for a step and traced in a process of its own. The traces 
 `data/traces/architectures`, and to `left-out.csv` there the names of the others, each with the reason.
 """
 
-import lzma
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -17,6 +14,7 @@ from memplan.text_tables import csv_of
 from validate.cases import ARCHITECTURES, architecture_traces
 from validate.systems.torch.architectures import architectures
 from validate.systems.torch.wild import loss_of, wild_named, wild_trace
+from validate.traces import write_packed
 
 TIMEOUT_S = 90.0
 """Most are traced within 5 s; some loop over tokens or chunks in Python."""
@@ -47,10 +45,7 @@ def trace(name: str) -> None:
     wild = wild_named(name)
     torch.manual_seed(0)
     loss_of(wild.module().train(), wild.inputs(2, wild.seq_len, torch.Generator().manual_seed(0))).backward()
-    with TemporaryDirectory() as folder:
-        plain = Path(folder) / "trace.json"
-        wild_trace(name).save(plain)
-        (ARCHITECTURES / f"{name}.json.xz").write_bytes(lzma.compress(plain.read_bytes()))
+    write_packed(wild_trace(name), ARCHITECTURES / f"{name}.json.xz")
 
 
 def main() -> None:

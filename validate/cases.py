@@ -192,8 +192,10 @@ class Case:
         plan.pop("n_micro_batches", None)
         if conf := known.pop("alloc_conf", ""):  # as records had it before it was a plan's option
             plan["alloc_conf"] = conf
-        found = shipped_trace(model["name"]) if family == TracedModel.family else FAMILIES[family](**model)
-        return Case(model=found, plan=plan_of(**plan), **known)
+        asked = plan_of(**plan)
+        if family == TracedModel.family:
+            return Case(model=shipped_trace(model["name"], asked.tp), plan=asked, **known)
+        return Case(model=FAMILIES[family](**model), plan=asked, **known)
 
 
 def placed(case: Case, gpus: Gpus | None) -> Case:
@@ -292,6 +294,16 @@ ARCHITECTURES: Final = TRACES / "architectures"
 """The traces of transformers' language models in small, compressed (`validate.architectures`)."""
 
 
+DIVIDED: Final = TRACES / "divided"
+"""The traces of modules that are divided over tensor ranks, compressed (`validate.traces`)."""
+
+
+def divided_traces() -> dict[tuple[str, int], Path]:
+    """The files of the traces in `DIVIDED`, by the module's name and the number of its tensor ranks."""
+    names = {path: path.name.removesuffix(".json.xz").rpartition(".tp") for path in DIVIDED.glob("*.json.xz")}
+    return {(name, int(tp)): path for path, (name, _, tp) in sorted(names.items())}
+
+
 def architecture_traces() -> dict[str, Path]:
     """The files of the traces in `ARCHITECTURES`, by name."""
     return {path.name.removesuffix(".json.xz"): path for path in sorted(ARCHITECTURES.glob("*.json.xz"))}
@@ -303,14 +315,19 @@ def trace_file(name: str) -> str:
 
 
 @cache
-def shipped_trace(name: str) -> TracedModel:
-    """The trace of one of other people's modules, which comes with the project.
+def shipped_trace(name: str, tp: int = 1) -> TracedModel:
+    """The trace of one of other people's modules over `tp` ranks, which comes with the project.
 
     Raises:
         UnknownName: there is none of this name; a path is no name.
         InvalidValue: its file is no trace.
     """
     packed = architecture_traces()
+    if tp > 1:
+        divided = divided_traces()
+        if (name, tp) not in divided:
+            raise unknown_name("trace", f"{name}.tp{tp}", [f"{known}.tp{n}" for known, n in divided])
+        return _packed_trace(divided[name, tp])
     if name in packed:
         return _packed_trace(packed[name])
     plain = {path.stem for path in TRACES.glob("*.json")}

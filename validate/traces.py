@@ -1,18 +1,37 @@
-"""Writes the traces of other people's modules: `python -m validate.traces [NAME ...]`."""
+"""Writes the traces of other people's modules: `python -m validate.traces [NAME ...]`.
 
+`NAME.tp8` is the module divided over eight tensor ranks.
+"""
+
+import lzma
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from validate.cases import trace_file
+from memplan import TracedModel
+from validate.cases import DIVIDED, divided_traces, trace_file
 from validate.systems.torch.wild import IN_SMALL, wild_trace
 
 
 def main(names: list[str]) -> None:
-    """Trace these modules anew; left out: all small ones."""
-    for name in names or IN_SMALL:
-        model = wild_trace(name)
-        model.save(trace_file(name))
+    """Trace these modules anew; left out: all small ones, and all divided ones that have a trace."""
+    for full_name in names or [*IN_SMALL, *(f"{name}.tp{tp}" for name, tp in divided_traces())]:
+        name, _, tp = full_name.partition(".tp")
+        model = wild_trace(name, int(tp or 1))
+        if tp:
+            write_packed(model, DIVIDED / f"{full_name}.json.xz")
+        else:
+            model.save(trace_file(name))
         found = f"{model.n_parameters:,} parameters, {model.n_layers} blocks, {model.made_with}"
-        print(f"{name}: {found}", flush=True)
+        print(f"{full_name}: {found}", flush=True)
+
+
+def write_packed(model: TracedModel, path: Path) -> None:
+    """Write a trace, compressed."""
+    with TemporaryDirectory() as folder:
+        plain = Path(folder) / "trace.json"
+        model.save(plain)
+        path.write_bytes(lzma.compress(plain.read_bytes()))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, islice
-from typing import Final
+from typing import Final, cast
 
 from memplan.engines.trace import EMPTY, Block, BlockKind, Segment, Trace, joined, places_in, without
 from memplan.errors import MissingRule
@@ -33,6 +33,8 @@ from memplan.record import (
     AccumulateGrad,
     AddToIncoming,
     Alloc,
+    Collective,
+    CollectiveKind,
     Compute,
     ComputeKind,
     Event,
@@ -41,7 +43,7 @@ from memplan.record import (
     flops_of,
     frees,
 )
-from memplan.shapes import FP32, UINT8, Buffer, DType, Parameter, buffer_of
+from memplan.shapes import FP32, UINT8, Buffer, DType, Parameter, Shape, buffer_of
 from memplan.tape import OpContext
 
 
@@ -97,14 +99,14 @@ def _recorded(
     """The trace with blocks of these kinds; the first block is of the kind `entry`."""
     recording = _recording_of(model, context, recompute)
     buffers = [buffer_at(one, context.micro_batch, context.seq_len) for one in recording.buffers]
-    named = {one.name: _parameter(one, context.weight_dtype) for one, _ in model.parameters}
+    named = {one.name: _parameter(one, model, context.weight_dtype) for one, _ in model.parameters}
 
     def own(parameters: Iterable[TracedTensor]) -> tuple[Parameter, ...]:
         return tuple([named[one.name] for one in parameters])
 
     part, starts, (first, last) = {}, {}, ends or (True, True)
     for name, events in recording.parts.items():
-        asked = model.asked if first or name != "embed" else Asked()  # a later stage has no weights there
+        asked = model.asked if first or name != "embed" else None  # a later stage has no weights there
         expanded = list(_events(events, buffers, named, asked, context))
         starts[name] = [0, *accumulate(map(len, expanded))]
         part[name] = Segment(tuple(chain.from_iterable(expanded)))
@@ -421,24 +423,34 @@ def _products(parts: Iterable[Segment]) -> frozenset[Buffer]:
     return frozenset(found)
 
 
-def _parameter(one: TracedTensor, dtype: DType) -> Parameter:
+def _parameter(one: TracedTensor, model: TracedModel, dtype: DType) -> Parameter:
     """A parameter in the type that weights are computed in; integers keep their own, frozen floats may."""
     own, held = DTYPES[one.dtype] if one.keeps_dtype else dtype, None
     if one.keeps_dtype and one.is_floating_point:
         own, held = own if dtype == FP32 else dtype, own
-    return Parameter(one.name, shape_at(one.shape, 1, 1), own, requires_grad=one.requires_grad, held=held)
+    return Parameter(
+        one.name,
+        shape_at(one.shape, 1, 1),
+        own,
+        placements=dict(one.placements),
+        grad_placements=dict(one.grad_placements),
+        mesh=model.mesh,
+        requires_grad=one.requires_grad,
+        held=held,
+    )
 
 
 def _events(
     traced: Sequence[TracedEvent],
     buffers: list[Buffer],
     named: dict[str, Parameter],
-    asked: Asked,
+    asked: Asked | None,
     context: OpContext,
 ) -> Iterator[Sequence[Event]]:
     """The events of each traced one at a micro-batch and a length; a kernel's as they are on the device.
 
-    The results of a kernel are among its own events.
+    The results of a kernel are among its own events. `asked`: None where nothing is computed from weights,
+    and so nothing is convolved or sent.
     """
     batch, seq_len = context.micro_batch, context.seq_len
     ahead = iter(traced)
@@ -449,13 +461,26 @@ def _events(
             yield kernel_events(one.kernel, sizes, DTYPES[one.dtype], results, context)
             yield from [()] * one.n_results
         elif one.kind == "workspace":
-            n_bytes = asked.n_bytes(one, context.device.name, batch)
+            n_bytes = 0 if asked is None else asked.n_bytes(one, context.device.name, batch)
             workspace = buffer_of("cuDNN's workspace", (n_bytes,), UINT8)
             yield (Alloc(workspace), Free(workspace)) if n_bytes else ()
         elif one.kind == "compute":
             yield (_computed(one.computation, one.phase, batch, seq_len),)
+        elif one.kind == "collective":
+            yield () if asked is None else _communication(one, shape_at(one.shape, batch, seq_len), context)
         else:
             yield (_event(one, buffers, named),)
+
+
+def _communication(one: TracedEvent, shape: Shape, context: OpContext) -> tuple[Event, ...]:
+    """A recorded collective, and gloo's copies of its operand and of its result."""
+    kind, dtype = cast(CollectiveKind, one.kernel), DTYPES[one.dtype]
+    what = "activation gradients" if one.phase == "backward" else "activations"
+    full = buffer_of("gloo scratch", shape, dtype)
+    copied = kind == "all_gather" and context.gathers_in_copies
+    copied |= kind == "reduce_scatter" and context.backend == "gloo"
+    sent = Collective(kind=kind, axis=one.axis, what=what, payload_bytes=full.n_bytes)
+    return sent, *((Alloc(full), Free(full)) if copied else ())
 
 
 def _event(traced: TracedEvent, buffers: list[Buffer], named: dict[str, Parameter]) -> Event:

@@ -44,6 +44,8 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "torch.nn.utils": ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"),
     "torch.utils.checkpoint": ("create_selective_checkpoint_contexts",),
     "transformers": ("AutoConfig", "AutoModelForCausalLM"),
+    "transformers.distributed": ("DistributedConfig",),
+    "transformers.distributed.tensor_parallel": ("apply_tensor_parallelism",),
     "validate.systems.torch.modules": ("Transformer", "token_loss"),
 }
 """The names that a script may use, by module; it imports those that it does use."""
@@ -83,6 +85,10 @@ class Torchrun(Launcher):
         elif model.implementation not in SOURCES:
             why = f"implementation={model.implementation!r} has no module that a script could make"
             yield Limit(why, f"use {' or '.join(map(repr, SOURCES))}")
+        elif model.implementation == "huggingface" and plan.pp > 1 and plan.tp > 1:
+            yield Limit(
+                f"pp={plan.pp}, tp={plan.tp}: the script divides whole modules of transformers", {"pp": 1}
+            )
         elif model.implementation == "huggingface" and plan.pp > 1 and model.longest_seq_len is not None:
             again = "would add its learned positions again, as transformers does in each call"
             yield Limit(f"pp={plan.pp}: each stage of {model.name} {again}", {"pp": 1})
@@ -132,6 +138,11 @@ class Source(ABC):
 
     def __init__(self, job: Job) -> None:
         self.job, self.model, self.plan = job, job.estimate.model, job.estimate.plan
+
+    @property
+    def divides_logits(self) -> bool:
+        """Whether each tensor rank has its columns of the logits alone."""
+        return self.plan.tp > 1 and not self.model.computes_loss
 
     def imports(self) -> Iterator[str]:
         """Its own import lines."""
@@ -205,6 +216,17 @@ class HuggingFace(Source):
         if self.plan.recompute_blocks is not None:
             yield f"for block in blocks[{self.plan.recompute_blocks}:]:"
             yield "    block.gradient_checkpointing = False"
+
+    def cut(self) -> Iterator[str]:
+        if self.plan.tp == 1:
+            return
+        yield f"plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_size={self.plan.tp}))"
+        if ends_are_tied(self.model):
+            yield "for name in model.all_tied_weights_keys:  # they are tied when they are divided"
+            yield "    owner = model.get_submodule(name.rpartition('.')[0])"
+            yield "    owner.weight = nn.Parameter(torch.empty_like(owner.weight))"
+        yield 'apply_tensor_parallelism(model, mesh["tp"], plan)'
+        yield from _when(ends_are_tied(self.model), "model.tie_weights()")
 
     def ends(self) -> tuple[str, str]:
         before, after = (
@@ -562,7 +584,7 @@ def _accumulated(job: Job, source: Source) -> Iterator[str]:
     contexts = []
     if plan.ddp and n > 1:
         contexts += [f"model.no_sync() if i < {n - 1} else nullcontext()"]
-    if plan.tp > 1:
+    if source.divides_logits:
         contexts += ["loss_parallel()"]
     share = f" / {n}" if n > 1 else ""
     loss = [f"loss = {source.loss}{share}"]
@@ -591,7 +613,7 @@ def _stages(job: Job, source: Source) -> Iterator[str]:
     vocabulary = source.model.vocab_size  # type: ignore[attr-defined]
     shape = "()" if of_loss else f"({plan.micro_batch}, {plan.seq_len}, {vocabulary})"
     output = f'torch.empty({shape}, dtype=torch.{"float32" if of_loss else compute}, device="meta")'
-    if plan.tp > 1:
+    if source.divides_logits:
         output = f'distribute_tensor({output}, mesh["tp"], [Shard(-1)], src_data_rank=None)'
     yield ""
     yield f'tokens = torch.empty({plan.micro_batch}, {plan.seq_len}, dtype=torch.int64, device="meta")'
@@ -610,7 +632,7 @@ def _stages(job: Job, source: Source) -> Iterator[str]:
     yield '    ends = {"input_args": hidden if i else tokens}'
     yield f'    ends["output_args"] = output if i == {last} else hidden'
     yield '    ends["group"] = mesh.get_group("pp")'
-    if plan.tp > 1:
+    if source.divides_logits:
         yield f"    if i == {last}:  # the logits are divided"
         yield '        ends["input_grads"] = torch.empty_like(hidden)'
         yield '        ends["output_grads"] = torch.empty_like(output)'
@@ -630,7 +652,7 @@ def _pipelined(job: Job, source: Source) -> Iterator[str]:
     """The lines of a step of a pipeline."""
     plan = job.estimate.plan
     labels = ", labels=labels" if source.model.computes_loss else ""
-    context = "with loss_parallel():" if plan.tp > 1 else ""
+    context = "with loss_parallel():" if source.divides_logits else ""
     lines = [
         "inputs, labels = batch(device)",
         "arguments = (inputs,) if 0 in models else ()",

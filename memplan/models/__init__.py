@@ -1,10 +1,10 @@
 """Models: forward passes over shapes."""
 
-from memplan.models.base import Decoder, Layers, Model, model_dict
+from memplan.models.base import Decoder, Layers, Model, model_dict, not_divided_so
 from memplan.models.families import Family, implemented
 from memplan.models.gpt import Gpt
 from memplan.models.llama import Llama
-from memplan.models.lookup import model_from_config, resolve
+from memplan.models.lookup import divided, model_from_config, resolve
 from memplan.models.parameters import (
     counted_weights,
     end_modules,
@@ -25,6 +25,7 @@ __all__ = [
     "Model",
     "TracedModel",
     "counted_weights",
+    "divided",
     "end_modules",
     "ends_are_tied",
     "has_sequence",
@@ -32,6 +33,7 @@ __all__ = [
     "model_dict",
     "model_from_config",
     "not_divided",
+    "not_divided_so",
     "parameter_count",
     "preset",
     "preset_named",

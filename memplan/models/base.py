@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.device import Device
-from memplan.errors import InvalidValue, divisors_text, shown_value
+from memplan.errors import InvalidValue, MissingRule, divisors_text, shown_value
+from memplan.mesh import Group
 from memplan.ops import cross_entropy
 from memplan.shapes import INT64, Buffer, buffer_of
 from memplan.tape import Tensor
@@ -58,6 +59,8 @@ class Model(ABC):
 
     axes: ClassVar[tuple[str, ...]] = ("pp", "tp")
     """The mesh axes, beside the data axes, that the code can be divided over."""
+    divides_itself: ClassVar[bool] = True
+    """Whether its operations know how the tensor axis divides them; else it is traced (`lookup.divided`)."""
     chunks_loss: ClassVar[bool] = True
     """Whether the loss can be computed piece by piece (`loss_chunks`)."""
     computes_loss: ClassVar[bool] = False
@@ -145,6 +148,15 @@ class Model(ABC):
         """
         return {}
 
+    @property
+    def mesh(self) -> Mapping[Group, int]:
+        """The ranks along each axis over which it is divided already."""
+        return {}
+
+    def config_values(self) -> dict[str, Any] | None:
+        """The config.json of its module, from which it is traced divided; None if nothing says it."""
+        return None
+
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
         """The module's buffers, such as rotary angles: each pipeline stage has its own."""
         return ()
@@ -193,6 +205,16 @@ class Model(ABC):
     @abstractmethod
     def head(self, x: Tensor) -> Tensor:
         """The last block's output to logits (batch, seq, vocabulary)."""
+
+
+def not_divided_so(model: Model, mesh: Mapping[Group, int]) -> MissingRule:
+    """The error for degrees that a module was not traced with."""
+    asked, known = (", ".join(f"{axis}={n}" for axis, n in each.items()) for each in (mesh, model.mesh))
+    return MissingRule(
+        f"{asked or 'one rank'}: {model.name} was traced with {known or 'one rank'}, and no rule says what "
+        "other degrees change; trace it with memplan.trace(..., mesh={...}), or use the traced ones.",
+        kind="a traced model over degrees that it was not traced with",
+    )
 
 
 def model_dict(model: Model) -> dict[str, Any]:

@@ -44,14 +44,23 @@ SLIDING: Final = "sliding"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel(Decoder, ABC):
-    """A decoder of transformers, which computes its loss itself; data axes and pipelines divide it."""
+    """A decoder of transformers, which computes its loss itself; tensor ranks divide it by its own plan."""
 
     implementation: ClassVar[str] = "huggingface"
-    axes: ClassVar[tuple[str, ...]] = ("pp",)
+    divides_itself: ClassVar[bool] = False
     chunks_loss: ClassVar[bool] = False
     computes_loss: ClassVar[bool] = True
     token_table: ClassVar[str] = "model.embed_tokens"
     """The name of the table of token embeddings."""
+
+    @property
+    def sizes_over_tp(self) -> Mapping[str, int]:
+        return {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads}
+
+    def config_values(self) -> dict[str, Any] | None:
+        from memplan.models.config_of import config_of  # it imports the families, as they import this
+
+        return config_of(self)
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits from the last norm's output, which lives until the loss is computed."""

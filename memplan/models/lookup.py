@@ -16,7 +16,8 @@ from memplan.errors import (
     unknown_name,
 )
 from memplan.files import of_file
-from memplan.models.base import Model
+from memplan.mesh import Group
+from memplan.models.base import Model, not_divided_so
 from memplan.models.config import Config, WithoutRule, config_file, model_name, read_config
 from memplan.models.families import FAMILIES, implemented
 from memplan.models.hub import hub_config, is_repository
@@ -33,6 +34,7 @@ class Tracing(NamedTuple):
     device: DeviceType
     precisions: Sequence[str]
     cache: bool
+    mesh: Mapping[Group, int]
 
 
 def resolve(
@@ -42,6 +44,7 @@ def resolve(
     *,
     precisions: Sequence[str] = (),
     cache: bool = True,
+    mesh: Mapping[Group, int] | None = None,
 ) -> Model:
     """The model: from a Model itself, a name, the path of a trace or a config.json, or a module.
 
@@ -53,7 +56,7 @@ def resolve(
 
     `implementation`: whose code trains it; None: the model's own, or the default of the preset or file.
     `device`: whose kernels are traced, in these `precisions`, where the architecture of a config.json has no
-    family, or of a module. `cache=False`: a config.json is traced anew
+    family, or of a module, divided over a `mesh` if there is one. `cache=False`: a config.json is traced anew
     (`memplan.tracing.cache`).
 
     >>> resolve("gpt2").n_blocks
@@ -64,8 +67,28 @@ def resolve(
         InvalidValue: a path whose file is no model's configuration, or a value of another type; a repository
             whose config.json cannot be read.
     """
-    found = _resolved(model, Tracing(device, precisions, cache))
+    found = _resolved(model, Tracing(device, precisions, cache, mesh or {}))
     return found if implementation is None else implemented(found, implementation)
+
+
+def divided(model: Model, mesh: Mapping[Group, int], device: DeviceType, precision: str) -> Model:
+    """The model as one rank of a mesh has it: itself, if its operations divide themselves.
+
+    Else its module is traced as its framework's own plan divides it, for this precision, with the kernels of
+    a device. The trace is kept in the user's cache folder.
+
+    Raises:
+        MissingRule: of a trace, for degrees that it was not made for.
+        MemplanError: it cannot be divided so, or not here.
+    """
+    if model.divides_itself or mesh == model.mesh:
+        return model
+    values = model.config_values()
+    if values is None:
+        raise not_divided_so(model, mesh)
+    from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
+
+    return traced_from_config(Config(values), model.name, device, (precision,), cache=True, mesh=mesh)
 
 
 def _resolved(model: Any, how: Tracing) -> Model:
@@ -77,7 +100,7 @@ def _resolved(model: Any, how: Tracing) -> Model:
         with installed("a module that is traced", "trace"):
             from memplan.tracing.factory import traced_example  # imports torch, as the module's owner does
 
-        return traced_example(model, how.device, how.precisions)
+        return traced_example(model, how.device, how.precisions, mesh=how.mesh)
     if not isinstance(model, str):
         raise InvalidValue(
             f"model={shown_value(model)} is not a model; use a preset's name, the path of a config.json, "
@@ -125,7 +148,7 @@ def model_from_config(
         InvalidValue: a file that cannot be read as a model's configuration, and why.
     """
     file = config_file(path)
-    return _of_config(file, model_name(file), Tracing(device, (), cache))
+    return _of_config(file, model_name(file), Tracing(device, (), cache, {}))
 
 
 def _of_config(file: "Path", name: str, how: Tracing) -> Model:
@@ -174,7 +197,7 @@ def _traced(config: Config, name: str, how: Tracing) -> Model | None:
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
     try:
-        return traced_from_config(config, name, how.device, how.precisions, cache=how.cache)
+        return traced_from_config(config, name, how.device, how.precisions, cache=how.cache, mesh=how.mesh)
     except MissingPackage as missing:
         if missing.absent not in ("torch", "transformers"):
             raise

@@ -70,7 +70,7 @@ def end_modules(model: Model) -> tuple[list[str], list[str]]:
 @cache
 def not_divided(model: Model, tp: int) -> str:
     """The error of an operation that `tp` ranks cannot divide, as text; empty if there is none."""
-    if isinstance(model, TracedModel):
+    if not model.divides_itself:
         return ""
     try:
         deque(_passes(model, Tape(OpContext(tp=tp, micro_batch=1, seq_len=1))), maxlen=0)

@@ -18,18 +18,21 @@ from memplan.checks import LARGEST, LARGEST_BYTES, checked_choice, checked_count
 from memplan.device import Device, DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
 from memplan.files import file_text, json_value, of_file
+from memplan.mesh import AXES, Group
 from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model, Role
 from memplan.models.workspaces import Asked, Run
 from memplan.ops.kernel_calls import KERNELS
-from memplan.record import ComputeKind, Phase
+from memplan.placements import Partial, Placement, Replicate, Shard
+from memplan.record import CollectiveKind, ComputeKind, Phase
 from memplan.shapes import FP32, KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
 from memplan.tape import Tensor
 
-FORMATS: Final = ("memplan trace 1", "memplan trace 2", "memplan trace 3")
+FORMATS: Final = ("memplan trace 1", "memplan trace 2", "memplan trace 3", "memplan trace 4")
 """The formats that a file may name.
 
 In the first, computations have FLOPs only. The third has `layers` and `kinds` instead of `n_blocks` and
-`block_parameters`; it is written where not all blocks are of one kind, else the second.
+`block_parameters`; it is written where not all blocks are of one kind, else the second. The fourth, of a
+module that is divided over a `mesh`, has collectives and placements too.
 """
 
 BEGINS: Final = b'{"format":"memplan trace '
@@ -158,10 +161,11 @@ class TracedEvent(NamedTuple):
     `n_results` buffers that come are its results. Or a convolution takes its workspace for the "output", or
     for the gradient of "input" or "weight", which `kernel` names; its `shape` are the dims of input and
     weight, then stride, padding, dilation and output padding along each dim of an image, the number of
-    groups, and whether it is transposed, and the channels of input and of weight are last.
+    groups, and whether it is transposed, and the channels of input and of weight are last. Or a collective of
+    the kind that `kernel` names runs over this axis of the mesh; `shape` and `dtype` are of its full operand.
     """
 
-    kind: Literal["alloc", "free", "add", "grad", "compute", "kernel", "workspace"]
+    kind: Literal["alloc", "free", "add", "grad", "compute", "kernel", "workspace", "collective"]
     buffer: int = -1
     parameter: str = ""
     phase: Phase = "forward"
@@ -169,6 +173,7 @@ class TracedEvent(NamedTuple):
     shape: tuple[Size, ...] = ()
     dtype: str = ""
     kernel: str = ""
+    axis: Group = ""
     n_results: int = 0
 
 
@@ -243,18 +248,25 @@ class Recording(NamedTuple):
     ends: Ends | str | None
 
 
+Placed = tuple[tuple[Group, Placement], ...]
+"""The placement along each axis of the mesh."""
+
+
 class TracedTensor(NamedTuple):
     """A parameter, a buffer of the module, or an input; where inputs go, `shape` depends on their sizes.
 
     A parameter that does not require a gradient is frozen. `dtype` is what the module holds: a precision
     decides the type of trained floats, and of frozen ones of float32; narrower frozen floats are cast where
-    it has no float32, and integers never.
+    it has no float32, and integers never. Of a DTensor `shape` is the whole, `placements` are by mesh axis,
+    and `grad_placements` are its gradient's where they differ.
     """
 
     name: str
     shape: tuple[Size, ...]
     dtype: str
     requires_grad: bool = True
+    placements: Placed = ()
+    grad_placements: Placed = ()
 
     @property
     def is_floating_point(self) -> bool:
@@ -306,8 +318,11 @@ class TracedModel(Model):
         lacks: packages that were not installed, in whose place transformers' own code was traced.
         attention: "eager" if transformers' eager attention was traced; else "".
         unused: the parameters that require a gradient and get none; they take what frozen ones take.
+        mesh: the ranks along each axis over which the module was divided; recordings are the first rank's.
+        config: the config.json that its module was made of, from which it is traced for other degrees.
     """
 
+    divides_itself: ClassVar[bool] = False
     family: ClassVar[str] = "traced"
     implementation: ClassVar[str] = "traced"
     code: ClassVar[str] = "the module's own"
@@ -330,7 +345,9 @@ class TracedModel(Model):
     unused: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
     attention: str = ""
+    mesh: Mapping[Group, int] = field(default_factory=dict)
     asked: Asked = field(default=Asked(), repr=False)
+    config: str = field(default="", compare=False, repr=False)
     digest: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -462,6 +479,9 @@ class TracedModel(Model):
             kind="a traced model in a way in which it was not traced",
         )
 
+    def config_values(self) -> dict[str, Any] | None:
+        return cast(dict[str, Any], json.loads(self.config)) if self.config else None
+
     def role(self, kind: str) -> Role:
         return self.of_kind[kind].role
 
@@ -504,7 +524,8 @@ class TracedModel(Model):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
         with open(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(self), separators=(",", ":")) + "\n")
+            made_of = {"config": json.loads(self.config)} if self.config else {}
+            file.write(json.dumps(_plain(self) | made_of, separators=(",", ":")) + "\n")
 
 
 def modules_with(parameters: Iterable[str]) -> tuple[str, ...]:
@@ -540,10 +561,10 @@ class _Tables(NamedTuple):
 
 def _plain(model: TracedModel) -> dict[str, Any]:
     """Plain values, as they are written."""
-    tables, of_one_kind = _Tables({}, {}, {}), list(model.of_kind) == [BLOCKS]
+    tables, of_one_kind = _Tables({}, {}, {}), list(model.of_kind) == [BLOCKS] and not model.mesh
     plain_kinds = {kind: [role, _plain_tensors(own)] for kind, (role, own) in model.of_kind.items()}
     return {
-        "format": FORMATS[1 if of_one_kind else 2],
+        "format": FORMATS[3 if model.mesh else 1 if of_one_kind else 2],
         "name": model.name,
         "device": model.device,
         "made_with": model.made_with,
@@ -556,6 +577,7 @@ def _plain(model: TracedModel) -> dict[str, Any]:
         **({"unused": model.unused} if model.unused else {}),
         **({"lacks": model.lacks} if model.lacks else {}),
         **({"attention": model.attention} if model.attention else {}),
+        **({"mesh": dict(model.mesh)} if model.mesh else {}),
         "tied": model.tied,
         "embed_parameters": _plain_tensors(model.embed_parameters),
         **({"block_parameters": plain_kinds[BLOCKS][1]} if of_one_kind else {"kinds": plain_kinds}),
@@ -585,7 +607,32 @@ def _plain_run(run: Run) -> list[int]:
 
 
 def _plain_tensors(tensors: Iterable[TracedTensor]) -> list[Any]:
-    return [[one.name, _plain_shape(one.shape), one.dtype] for one in tensors]
+    return [[one.name, _plain_shape(one.shape), one.dtype, *_plain_placed(one)] for one in tensors]
+
+
+def _plain_placed(one: TracedTensor) -> list[Any]:
+    """The placements of a DTensor and of its gradient; nothing of a plain tensor."""
+    if not one.placements:
+        return []
+    return [[[axis, _plain_placement(own)] for axis, own in placed] for placed in one[-2:]]
+
+
+def _plain_placement(placement: Placement) -> int | str:
+    return placement.dim if isinstance(placement, Shard) else type(placement).__name__
+
+
+def _placed(values: list[Any], mesh: Mapping[Group, int]) -> Placed:
+    found = []
+    for one in values:
+        axis, placement = _items(one, "placement", str, int | str)
+        if axis not in mesh or placement not in (*range(MOST_DIMS), *UNDIVIDED):
+            raise _wrong(f"placement {shown_value(one)} is not allowed in a trace")
+        found.append((axis, UNDIVIDED[placement] if placement in UNDIVIDED else Shard(placement)))
+    return tuple(found)
+
+
+UNDIVIDED: Final[Mapping[Any, Placement]] = {"Replicate": Replicate(), "Partial": Partial()}
+"""The placements that divide no dim, by name."""
 
 
 TENSORS: Final = (
@@ -653,6 +700,8 @@ def _plain_event(event: TracedEvent, tables: _Tables) -> Any:
             return [event.kernel, event.n_results, _plain_shape(event.shape), event.dtype]
         case "workspace":
             return [event.kind, _index(event, tables.convolutions)]
+        case "collective":
+            return [[event.phase, event.kernel, event.axis], _plain_shape(event.shape), event.dtype]
     return [event.phase, _index(event.computation, tables.computations)]
 
 
@@ -702,9 +751,9 @@ def _model(data: Any) -> TracedModel:
         )
     of = _Reader(data)
     limits = of("limits", list | None)
-    frozen = set(_texts(of("frozen", list), "frozen"))
-    tensors: dict[str, Any] = {name: _tensors(of(name, list), name, frozen) for name in TENSORS}
-    layers, of_kind = _layers(of, frozen)
+    frozen, mesh = set(_texts(of("frozen", list), "frozen")), _mesh(of)
+    tensors: dict[str, Any] = {name: _tensors(of(name, list), name, frozen, mesh) for name in TENSORS}
+    layers, of_kind = _layers(of, frozen, mesh)
     parameters = [*tensors["embed_parameters"], *tensors["head_parameters"]]
     parameters += [one for kind in of_kind.values() for one in kind.parameters]
     names = {one.name for one in parameters if one.requires_grad}
@@ -717,6 +766,7 @@ def _model(data: Any) -> TracedModel:
         [_convolution(one) for one in of("convolutions", list | None) or []],
         names,
         parts_with(called_kinds(of_kind)),
+        mesh,
     )
     asked = of("asked", dict | None)
     played = _played([one for one in layers if of_kind[one.kind].role != "idle"])
@@ -745,6 +795,8 @@ def _model(data: Any) -> TracedModel:
         unused=_texts(of("unused", list | None) or [], "unused"),
         lacks=_texts(of("lacks", list | None) or [], "lacks"),
         attention=of("attention", str | None) or "",
+        mesh=mesh,
+        config=json.dumps(of("config", dict | None) or {}, sort_keys=True) if data.get("config") else "",
         asked=Asked() if asked is None else _asked(_Reader(asked), known.convolutions),
         tied=of("tied", bool),
         recordings=recordings,
@@ -752,17 +804,25 @@ def _model(data: Any) -> TracedModel:
     )
 
 
-def _layers(of: "_Reader", frozen: set[str]) -> tuple[tuple[Layers, ...], dict[str, TracedKind]]:
+def _mesh(of: "_Reader") -> dict[Group, int]:
+    """The ranks along each axis; none before the fourth format."""
+    mesh = of("mesh", dict) if of.data["format"] == FORMATS[3] else {}
+    return {AXES.checked_name(axis): checked_count(axis, n, least=2) for axis, n in mesh.items()}
+
+
+def _layers(
+    of: "_Reader", frozen: set[str], mesh: Mapping[Group, int]
+) -> tuple[tuple[Layers, ...], dict[str, TracedKind]]:
     """The blocks by kind, and each kind; before the third format there is one."""
-    if of.data["format"] != FORMATS[-1]:
+    if of.data["format"] in FORMATS[:2]:
         n = checked_count("n_blocks", of("n_blocks", int), least=0, most=MOST_LAYERS)
-        own = _tensors(of("block_parameters", list), "block_parameters", frozen)
+        own = _tensors(of("block_parameters", list), "block_parameters", frozen, mesh)
         return (Layers(BLOCKS, n),), {BLOCKS: TracedKind("block", own)}
     of_kind: dict[str, TracedKind] = {}
     for kind, value in of("kinds", dict).items():
         role, own = _items(value, "kind", str, list)
         checked_choice("role", role, get_args(Role))
-        of_kind[kind] = TracedKind(cast(Role, role), _tensors(own, kind, frozen))
+        of_kind[kind] = TracedKind(cast(Role, role), _tensors(own, kind, frozen, mesh))
     layers = [_items(one, "layers", str, int) for one in of("layers", list)]
     if not layers or layers[0][0] != BLOCKS or {kind for kind, _ in layers} != {*of_kind}:
         raise _wrong(f"layers {shown_value(layers)} are not of the kinds {shown_value(list(of_kind))}")
@@ -833,13 +893,24 @@ def _dtype(name: Any) -> DType:
     return DTYPES[name]
 
 
-def _tensors(values: list[Any], what: str, frozen: set[str]) -> tuple[TracedTensor, ...]:
-    return tuple([_tensor(one, what, frozen) for one in values])
+def _tensors(
+    values: list[Any], what: str, frozen: set[str], mesh: Mapping[Group, int]
+) -> tuple[TracedTensor, ...]:
+    return tuple([_tensor(one, what, frozen, mesh) for one in values])
 
 
-def _tensor(value: Any, what: str, frozen: set[str]) -> TracedTensor:
-    name, shape, dtype = _items(value, what, str, list, str)
-    return TracedTensor(name, _shape(shape), _dtype(dtype).name, requires_grad=name not in frozen)
+def _tensor(value: Any, what: str, frozen: set[str], mesh: Mapping[Group, int]) -> TracedTensor:
+    is_dtensor = isinstance(value, list) and len(value) == 5
+    row = value if is_dtensor else [*_items(value, what, str, list, str), [], []]
+    name, shape, dtype, placed, of_grad = _items(row, what, str, list, str, list, list)
+    return TracedTensor(
+        name,
+        _shape(shape),
+        _dtype(dtype).name,
+        name not in frozen,
+        _placed(placed, mesh),
+        _placed(of_grad, mesh),
+    )
 
 
 def _variant(value: list[Any]) -> Variant:
@@ -903,6 +974,7 @@ class _Known(NamedTuple):
     convolutions: list[TracedEvent]
     parameters: set[str]
     parts: tuple[str, ...]
+    mesh: Mapping[Group, int]
 
 
 def _recording(within: _Reader, known: _Known) -> Recording:
@@ -988,6 +1060,16 @@ def _event(value: Any, n_buffers: int, known: _Known) -> TracedEvent:
         return _moved(value)
     if isinstance(value, list) and len(value) == 1:
         return TracedEvent("add", _place(value[0], n_buffers))
+    if isinstance(value, list) and len(value) == 3:
+        called, shape, dtype = _items(value, "collective", list, list, str)
+        phase, kind, axis = _items(called, "collective", str, str, str)
+        checked_choice("phase", phase, PHASES)
+        checked_choice("kind", kind, get_args(CollectiveKind))
+        if axis not in known.mesh:
+            raise _wrong(f"a collective over {shown_value(axis)} is over no axis of the mesh")
+        return TracedEvent(
+            "collective", phase=phase, kernel=kind, axis=axis, shape=_shape(shape), dtype=_dtype(dtype).name
+        )
     if isinstance(value, list) and len(value) == 2:
         what, of = value
         if what == "workspace":

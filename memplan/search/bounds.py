@@ -11,7 +11,7 @@ backward pass have saved; and once all its stages have had a backward pass, grad
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -26,7 +26,7 @@ from memplan.device import Device
 from memplan.engines.base import ENGINES, Costs, DataParallelism, PartCosts
 from memplan.hardware import Cluster
 from memplan.mesh import Group
-from memplan.models import Layers, Model
+from memplan.models import Layers, Model, divided
 from memplan.orders import Stages
 from memplan.plan import N_MOMENTS, RECOMPUTES, Plan, stage_layers
 from memplan.record import Overlap
@@ -291,10 +291,24 @@ Bounds = tuple[Bytes, Seconds]
 
 def bounds(model: Model, grid: Grid, cluster: Cluster, time_model: Roofline) -> Bounds:
     """The bounds of a grid's plans: 0 where an engine gives none."""
-    if not ENGINES.named(grid.base.engine).gives_bounds:
-        return np.zeros(grid.shape), np.zeros(grid.shape)
-    plans = _Plans(model, grid, cluster.gpu.device)
-    return _least_bytes(plans), _least_s(plans, cluster, time_model)
+    least_bytes, least_s = np.zeros(grid.shape), np.zeros(grid.shape)
+    if ENGINES.named(grid.base.engine).gives_bounds:
+        for own, cells in _by_division(model, grid, cluster.gpu.device):
+            plans = _Plans(own, grid[cells], cluster.gpu.device)
+            least_bytes[cells] = _least_bytes(plans)
+            least_s[cells] = _least_s(plans, cluster, time_model)
+    return least_bytes, least_s
+
+
+def _by_division(model: Model, grid: Grid, device: Device) -> Iterator[tuple[Model, NDArray[np.bool_]]]:
+    """The model as tensor ranks have it, and the grid's cells of so many ranks."""
+    tps = grid.cells["tp"]
+    if model.divides_itself:
+        yield model, np.ones(tps.shape, np.bool_)
+        return
+    for tp in np.unique(tps).tolist():
+        mesh = {"tp": tp} if tp > 1 else {}
+        yield divided(model, mesh, device.type, grid.base.precision), tps == tp
 
 
 def _numbered(*columns: Column) -> tuple[list[tuple[int, ...]], Column]:

@@ -372,8 +372,9 @@ class _Job:
         """The result, if `slack_bytes` of the budget are left to the caching allocator."""
         node = None if self.tp_across_nodes else self.cluster.gpus_per_node
         space = Space(
-            model=self.model, n_gpus=self.cluster.n_gpus, base=self.base, ranges=self.ranges, node=node
-        )
+            model=self.model, n_gpus=self.cluster.n_gpus, base=self.base, ranges=self.ranges, node=node,
+            device=self.cluster.gpu.device.type,
+        )  # fmt: skip
         judge = Judge(self.model, self.cluster, self.time_model, slack_bytes)
         refused = _Refused(self.keep, self.progress)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, product
 from math import prod
 from typing import Any, Final, NamedTuple, final
@@ -9,11 +10,12 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.checks import check_plan
 from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
 from memplan.mesh import Mesh, axis_names
-from memplan.models import Model
+from memplan.models import Model, divided
 from memplan.plan import RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
 from memplan.search.plans import Column, Grid, number_of, with_ranks
@@ -72,6 +74,8 @@ class Space:
     ranges: Mapping[str, tuple[Any, ...]]
     node: int | None = None
     """GPUs of a node, if a tensor axis must be within one; None if it may be on several."""
+    device: DeviceType = "cuda"
+    """The device whose kernels run."""
     rules: dict[str, int] = field(default_factory=dict)
     """The kinds of plans that are refused, numbered as they were met."""
 
@@ -119,12 +123,31 @@ class Space:
 
     def tps(self) -> tuple[int, ...]:
         """The degrees of tensor parallelism that are tried: within a node, unless that is lifted."""
+        return tuple([tp for tp in self._within_node() if tp not in self.undivided])
+
+    def _within_node(self) -> tuple[int, ...]:
         every = self.of("tp", divisors(self.n_gpus))
         return every if self.node is None else tuple([tp for tp in every if self.node % tp == 0])
 
+    @cached_property
+    def undivided(self) -> Mapping[int, str]:
+        """The degrees of tensor parallelism that the model's own framework has no plan for, and why."""
+        if self.model.divides_itself:
+            return {}
+        sizes, found = self.model.sizes_over_tp.values(), {}
+        for tp in self._within_node():
+            if not any(size % tp for size in sizes):
+                try:
+                    divided(self.model, {"tp": tp} if tp > 1 else {}, self.device, self.base.precision)
+                except MemplanError as error:
+                    found[tp] = str(error)
+        return found
+
     def left_out(self) -> Iterator[str]:
         """Sentences about values that were asked for and are left out."""
-        across = sorted({*self.ranges.get("tp", ())} - {*self.tps()})
+        if self.undivided:
+            yield f"tp={_either(sorted(self.undivided))} is left out: {next(iter(self.undivided.values()))}"
+        across = sorted({*self.ranges.get("tp", ())} - {*self._within_node()})
         across = [tp for tp in across if self.n_gpus % tp == 0]
         if across:
             yield (
@@ -136,6 +159,8 @@ class Space:
         """Why there is no mesh, with a way out."""
         asked = {axis: self.ranges[axis] for axis in axis_names() if axis in self.ranges}
         said = " and ".join(f"{axis}={_either(values)}" for axis, values in asked.items())
+        if any(self._meshes(self._within_node())):
+            return next(iter(self.undivided.values()))
         if any(self._meshes(self.of("tp", divisors(self.n_gpus)))):
             return (
                 f"tp={_either(self.of('tp', ()))} is on several nodes of {self.node} GPUs, which "

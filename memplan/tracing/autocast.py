@@ -6,7 +6,7 @@ are computed in float32), aten/src/ATen/autocast_mode.cpp (`cached_cast`).
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any, Final
 from unittest.mock import patch
@@ -14,8 +14,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd.graph import _engine_run_backward
+from torch.distributed.tensor import DTensor
 from torch.library import Library
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from memplan.errors import MissingRule
 
 KEY: Final = "AutocastCUDA"
 """The dispatch key of operations under CUDA's autocast."""
@@ -40,6 +45,11 @@ WIDEST: Final = frozenset(
 )  # fmt: skip
 """Operations that run in the widest type of their operands."""
 
+ATTENTION: Final = "scaled_dot_product_attention"
+
+OWN_TYPE: Final = frozenset({"cumprod", "cumsum", "log_softmax", "prod", "softmax", "sum"})
+"""Operations that are asked for a type of their results: float32."""
+
 Casts = dict[int, tuple[weakref.ref[Tensor], Tensor]]
 """Copies of weights, which autocast keeps until it ends."""
 
@@ -48,6 +58,7 @@ Casts = dict[int, tuple[weakref.ref[Tensor], Tensor]]
 def autocast_of(library: Library, is_eligible: Callable[[Any], bool]) -> Iterator[None]:
     """A block in which operations under CUDA's autocast cast those floats that are eligible."""
     casts: Casts = {}
+    packets: set[str] = set()
     clear = torch.clear_autocast_cache
 
     def cleared() -> None:
@@ -60,7 +71,8 @@ def autocast_of(library: Library, is_eligible: Callable[[Any], bool]) -> Iterato
             if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, KEY):
                 name = name.removeprefix("aten::")
                 library.impl(name, _autocast(name, casts, is_eligible), KEY)
-    with patch.object(torch, "clear_autocast_cache", cleared):
+                packets.add(name.partition(".")[0])
+    with patch.object(torch, "clear_autocast_cache", cleared), OfWrappers(packets, casts, is_eligible):
         yield
 
 
@@ -71,7 +83,29 @@ def _autocast(name: str, casts: Casts, is_eligible: Callable[[Any], bool]) -> Ca
     names = [argument.name for argument in func._schema.arguments]
     dtype_at = names.index("dtype") if "dtype" in names and packet not in NARROW else None
 
-    def in_type(x: Tensor, dtype: torch.dtype) -> Tensor:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCUDA)):
+            if dtype_at is not None:
+                asked = (*args, *[None] * (dtype_at - len(args) + 1))[dtype_at] or kwargs.get("dtype")
+                into = torch.float32 if asked is None and is_eligible(args[0]) else asked
+                return func(*args[:dtype_at], **{**kwargs, "dtype": into})
+            args, kwargs = _cast(packet, args, kwargs, casts, is_eligible)
+            return func(*args, **kwargs)
+
+    return called
+
+
+def _cast(
+    packet: str, args: Any, kwargs: Any, casts: Casts, is_eligible: Callable[[Any], bool]
+) -> tuple[Any, Any]:
+    """The arguments of an operation, those floats that are eligible in the type that it runs in."""
+    leaves, spec = tree_flatten((args, kwargs))
+    floats = [x for x in leaves if isinstance(x, Tensor) and is_eligible(x)]
+    dtype = torch.float32
+    if packet in NARROW or (packet in WIDEST and all(x.dtype != dtype for x in floats)):
+        dtype = torch.get_autocast_dtype("cuda")
+
+    def in_type(x: Tensor) -> Tensor:
         if x.dtype == dtype or not is_eligible(x):
             return x
         is_weight = x.dtype == torch.float32 and x.requires_grad and x.is_leaf and not x._is_view()
@@ -82,21 +116,44 @@ def _autocast(name: str, casts: Casts, is_eligible: Callable[[Any], bool]) -> Ca
             known = casts[id(x)] = weakref.ref(x), x.to(dtype)
         return known[1]
 
-    def called(*args: Any, **kwargs: Any) -> Any:
-        floats = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and is_eligible(x)]
-        dtype = torch.float32
-        if packet in NARROW or (packet in WIDEST and all(x.dtype != dtype for x in floats)):
-            dtype = torch.get_autocast_dtype("cuda")
-        with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCUDA)):
-            if dtype_at is not None:
-                asked = (*args, *[None] * (dtype_at - len(args) + 1))[dtype_at] or kwargs.get("dtype")
-                into = dtype if asked is None and is_eligible(args[0]) else asked
-                return func(*args[:dtype_at], **{**kwargs, "dtype": into})
-            leaves, spec = tree_flatten((args, kwargs))
-            for i in reversed(range(len(leaves))):  # the order in which C++ compilers evaluate arguments
-                if isinstance(leaves[i], Tensor):
-                    leaves[i] = in_type(leaves[i], dtype)
-            args, kwargs = tree_unflatten(leaves, spec)
-            return func(*args, **kwargs)
+    for i in reversed(range(len(leaves))):  # the order in which C++ compilers evaluate arguments
+        if isinstance(leaves[i], Tensor):
+            leaves[i] = in_type(leaves[i])
+    args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs
 
-    return called
+
+class OfWrappers(TorchFunctionMode):
+    """CUDA's autocast for DTensors, whose device in C++ is the one that C++ is told of their local tensors.
+
+    It casts what functions of Python are called with; DTensors of a GPU that is there need none of this.
+    """
+
+    def __init__(self, packets: Set[str], casts: Casts, is_eligible: Callable[[Any], bool]) -> None:
+        self._packets, self._how = packets, (casts, is_eligible)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named, name = dict(kwargs or {}), getattr(func, "__name__", "").strip("_")
+        if func is Tensor.backward:
+            start = torch.ones_like(args[0], memory_format=torch.preserve_format)
+            with self:  # what is recomputed runs in it
+                return _engine_run_backward(
+                    args[:1], (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+        if not any(type(x) is DTensor for x in args) or not self._applies(name):
+            return func(*args, **named)
+        if name == ATTENTION:
+            raise MissingRule(
+                "attention of DTensors has no rule for CUDA; hand it local tensors (use_local_output=True).",
+                kind="a traced module that calls attention with DTensors",
+            )
+        if name in OWN_TYPE and "dtype" not in named:
+            return func(*args, **named, dtype=torch.float32)
+        return func(*args, **named) if name in OWN_TYPE else self._cast(func, name, args, named)
+
+    def _applies(self, name: str) -> bool:
+        return (torch.is_autocast_enabled("cuda") and name in self._packets) or name == ATTENTION
+
+    def _cast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        args, kwargs = _cast(name, args, kwargs, *self._how)
+        return func(*args, **kwargs)

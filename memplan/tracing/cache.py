@@ -11,18 +11,20 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkstemp
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from memplan.device import DeviceType
 from memplan.errors import MemplanError, installed
 from memplan.files import file_text
+from memplan.mesh import Group
 from memplan.models.config import Config
 from memplan.models.traced import LARGEST_TRACE_BYTES, TracedModel, model_of_text
 
@@ -37,7 +39,13 @@ PACKAGES: Final = ("torch", "transformers")
 
 
 def traced_from_config(
-    config: Config, name: str, device: DeviceType, precisions: Sequence[str] = (), *, cache: bool
+    config: Config,
+    name: str,
+    device: DeviceType,
+    precisions: Sequence[str] = (),
+    *,
+    cache: bool,
+    mesh: Mapping[Group, int] | None = None,
 ) -> TracedModel:
     """The model of a config.json, from the cache or traced anew: `memplan.tracing.huggingface`.
 
@@ -45,27 +53,40 @@ def traced_from_config(
         MissingPackage: what the trace needs is not installed, or is broken.
         MemplanError: as `memplan.tracing.huggingface.traced_from_config`.
     """
-    asked = json.dumps(config.values, sort_keys=True), name, device, tuple(sorted({*precisions}))
-    return _kept(*asked) if cache else _traced(*asked)
+    text = json.dumps(config.values, sort_keys=True)
+    asked = Request(text, name, device, tuple(sorted({*precisions})), tuple((mesh or {}).items()))
+    return _kept(asked) if cache else _traced(asked)
 
 
-@lru_cache(maxsize=16)
-def _kept(text: str, name: str, device: DeviceType, precisions: tuple[str, ...]) -> TracedModel:
-    file = _entry(text, name, device, precisions)
+class Request(NamedTuple):
+    """What a trace follows from: the text of a config.json, its name, and how it is traced."""
+
+    text: str
+    name: str
+    device: DeviceType
+    precisions: tuple[str, ...]
+    mesh: tuple[tuple[Group, int], ...]
+
+
+@lru_cache(maxsize=64)
+def _kept(asked: Request) -> TracedModel:
+    file = _entry(asked)
     found = None if file is None else _read(file)
     if found is None:
-        found = _traced(text, name, device, precisions)
+        found = _traced(asked)
         if file is not None:
             _write(file, found)
     return found
 
 
-def _traced(text: str, name: str, device: DeviceType, precisions: tuple[str, ...]) -> TracedModel:
-    config = Config(json.loads(text))
-    with told(config.architecture or name, device), no_collection():
+def _traced(asked: Request) -> TracedModel:
+    config, mesh = Config(json.loads(asked.text)), dict(asked.mesh)
+    degrees = "".join(f" over {axis}={n}" for axis, n in mesh.items())
+    with told(f"{config.architecture or asked.name}{degrees}", asked.device), no_collection():
         with installed("this architecture", "huggingface"):
             from memplan.tracing import huggingface
-        return huggingface.traced_from_config(config, name, device, precisions)
+        found = huggingface.traced_from_config(config, asked.name, asked.device, asked.precisions, mesh)
+    return replace(found, config=asked.text)
 
 
 @contextmanager
@@ -95,7 +116,7 @@ def no_collection() -> AbstractContextManager[None]:
     return setting(gc.isenabled, lambda on: gc.enable() if on else gc.disable(), False)
 
 
-def _entry(text: str, name: str, device: DeviceType, precisions: tuple[str, ...]) -> Path | None:
+def _entry(asked: Request) -> Path | None:
     """The file of an entry; None if there is no place for it, or code is traced that is no release."""
     found = {path: os.listdir(path) for path in dict.fromkeys(sys.path) if os.path.isdir(path)}
     releases = {one for names in found.values() for one in names if one.endswith(".dist-info")}
@@ -110,7 +131,7 @@ def _entry(text: str, name: str, device: DeviceType, precisions: tuple[str, ...]
         beside = [one for one in found.get(where, ()) if one.startswith(f"{package}-") and one in releases]
         if not beside:  # a checkout, whose code may change
             return None
-    follows_from = text, name, device, precisions, sys.version, sorted(releases), _own_code()
+    follows_from = *asked, sys.version, sorted(releases), _own_code()
     key = hashlib.sha256(json.dumps(follows_from).encode()).hexdigest()
     return Path(platformdirs.user_cache_dir("memplan")) / "traces" / key
 

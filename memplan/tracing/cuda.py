@@ -25,10 +25,14 @@ from memplan.ops.attention import attention_kernel
 from memplan.tracing.autocast import autocast_of
 from memplan.tracing.cache import setting
 from memplan.tracing.calls import has_whole_rows
+from memplan.tracing.divided import local
 from memplan.tracing.shapes import ATEN, MAKE, dtype_name
 
 CUDA: Final = torch.device("cuda", 0)
 META: Final = torch.device("meta")
+
+WRAP: Final[Any] = Tensor._make_wrapper_subclass
+"""Makes a wrapper around tensors."""
 
 RELEASE: Final = cast(Release, tuple([int(part) for part in torch.__version__.split(".")[:2]]))
 """PyTorch's, whose choices these are."""
@@ -52,6 +56,7 @@ def without_a_gpu() -> Iterator[None]:
     """
     changes: tuple[AbstractContextManager[Any], ...] = (
         patch.object(Tensor, "_make_subclass", _made_on_meta),
+        patch.object(Tensor, "_make_wrapper_subclass", _wrapper_on_meta),
         patch.object(FakeTensor, "is_cuda", property(_is_on_cuda), create=True),
         patch.object(torch.cuda, "_lazy_init", lambda: None),
         patch.object(torch.cuda, "current_device", lambda: 0),
@@ -88,12 +93,17 @@ def _made_on_meta(
     return cast(Tensor, MAKE(kind, data, *args, dispatch_device=told, **kwargs))
 
 
+def _wrapper_on_meta(*args: Any, device: torch.device | None = None, **kwargs: Any) -> Tensor:
+    """`Tensor._make_wrapper_subclass`, by which C++ code is not told that a wrapper is on CUDA either."""
+    return cast(Tensor, WRAP(*args, device=META if device == CUDA else device, **kwargs))
+
+
 def _is_on_cuda(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == CUDA.type
 
 
 def _is_float_on_cuda(tensor: Tensor) -> bool:
-    return _is_on_cuda(tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return _is_on_cuda(local(tensor)) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
 def on_cuda(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

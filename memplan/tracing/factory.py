@@ -14,6 +14,7 @@ from torch import nn
 from memplan.device import DeviceType
 from memplan.errors import InvalidValue, reason, shown_value, unknown_name
 from memplan.files import shown_path
+from memplan.mesh import Group
 from memplan.models import TracedModel
 from memplan.tracing.cache import told
 from memplan.tracing.tracer import trace
@@ -48,9 +49,14 @@ def made_by(name: str) -> Any:
 
 
 def traced_example(
-    made: Any, device: DeviceType, precisions: Sequence[str] = (), *, what: str = "model"
+    made: Any,
+    device: DeviceType,
+    precisions: Sequence[str] = (),
+    *,
+    what: str = "model",
+    mesh: Mapping[Group, int] | None = None,
 ) -> TracedModel:
-    """A module with its example inputs, traced.
+    """A module with its example inputs, traced, divided over a `mesh` if there is one.
 
     `made`: `(module, inputs)`, `(module, args, kwargs)`, or a dict of `memplan.trace`'s arguments, which go
     before the others here. A module of transformers may stand alone: its class says what it is called with.
@@ -59,7 +65,7 @@ def traced_example(
         InvalidValue: another value, or a module alone whose inputs nobody knows.
         MemplanError: as `memplan.trace`.
     """
-    asked = {"device": device, **({"precisions": precisions} if precisions else {})}
+    asked = {"device": device, "mesh": mesh or {}, **({"precisions": precisions} if precisions else {})}
     given = asked | arguments_of(made, what)
     with told(type(given["module"]).__name__, given["device"]):
         return trace(**given)

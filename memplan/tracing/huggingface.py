@@ -25,12 +25,13 @@ from memplan.errors import (
     shown_value,
     unknown_name,
 )
+from memplan.mesh import Group
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.traced import TracedModel
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.example import checked_example
-from memplan.tracing.tracer import RUNS, USUAL, traced
+from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
 
 LENGTH: Final = 704
 """The sequence length of the example inputs, shorter for a model with a shorter context.
@@ -58,12 +59,17 @@ LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "enco
 
 
 def traced_from_config(
-    config: Config, name: str, device: DeviceType, precisions: Sequence[str] = ()
+    config: Config,
+    name: str,
+    device: DeviceType,
+    precisions: Sequence[str] = (),
+    mesh: Mapping[Group, int] | None = None,
 ) -> TracedModel:
     """The model of a config.json whose `model_type` transformers knows.
 
     Its class is that of `architectures`, else the first of its type's that `TASKS` knows. It is traced for
-    those of these precisions that are memplan's own; for the usual ones where there are none.
+    those of these precisions that are memplan's own; for the usual ones where there are none. Over a `mesh`
+    it is divided by its own plan.
 
     Raises:
         MissingPackage: transformers, or what it imports for the class, is not installed or is broken.
@@ -94,7 +100,9 @@ def traced_from_config(
         example = checked_example(module, inputs)
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         asked = [precision for precision in precisions if precision in RUNS] or USUAL
-        return traced(example, runs_on, None, asked, known, name, any_length=True)
+        return traced(
+            example, runs_on, None, asked, known, name, any_length=True, mesh=checked_mesh(mesh or {})
+        )
     except MemplanError:
         raise
     except Exception as error:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.tracing.shapes import Memo, Operation, Shapes
@@ -14,6 +15,14 @@ from memplan.tracing.values import KnownValues
 
 DEVICE: Final = torch.ops.prim.device.default
 """Returns the device of a tensor, which PyTorch asks for all the time."""
+
+WRAPS: Final = "_c10d_functional::_wrap_tensor_autograd"
+WAITS: Final = "_c10d_functional::wait_tensor"
+"""Wraps what a collective is still filling, and waits for it; for a compiler both would make a copy.
+
+Source: torch/distributed/_functional_collectives.py (`_wrap_tensor_autograd`, `_wait_tensor_meta`),
+torch/csrc/distributed/c10d/Functional.cpp (`wait_tensor`).
+"""
 
 SHAPES: Final = torch._C._TorchDispatchModeKey.FAKE
 """The key of PyTorch's own mode for tensors without data."""
@@ -33,6 +42,8 @@ class ShapesMode(TorchDispatchMode, ABC):
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes = shapes
         self._values = KnownValues(shapes.mode)
+        self.passed_on: Any = None
+        """The last operation on a wrapper."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -52,8 +63,18 @@ class ShapesMode(TorchDispatchMode, ABC):
         if torch._C._get_dispatch_mode(SHAPES) is not None:
             return func(*args, **named)
         if types and tuple(types) not in ((FakeTensor,), (Tensor,)):
+            self.passed_on = func
             return NotImplemented
+        if func._schema.name == WRAPS:
+            return AsyncCollectiveTensor(args[0])
+        if func._schema.name == WAITS:
+            self.waited(args[0])
+            return args[0]
         return self.run(Operation(func, types, args, named))
+
+    def waited(self, result: Tensor) -> None:
+        """Note that a collective has been waited for."""
+        return
 
     @abstractmethod
     def run(self, operation: Operation) -> Any:

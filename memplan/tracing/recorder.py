@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.function import BackwardCFunction
 
+from memplan.mesh import Group
 from memplan.models.base import Role
 from memplan.shapes import Kind
 from memplan.tracing.calls import OF_CUDNN, Called, convolution_called, grad_in_order, kernel_called
+from memplan.tracing.collectives import finished, is_in_place, sent
 from memplan.tracing.computed import Computed, computed_of
 from memplan.tracing.cuda import on_cuda
+from memplan.tracing.divided import local
 from memplan.tracing.mode import ShapesMode
 from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, Scratch, scratch_of
 from memplan.tracing.shapes import ATEN, Operation, Operator, Shapes, dtype_name, tensors
@@ -142,8 +145,12 @@ class Recorder(ShapesMode):
     after them is the head, then the loss.
     """
 
-    def __init__(self, shapes: Shapes, device: torch.device, *, executes: bool) -> None:
+    def __init__(
+        self, shapes: Shapes, device: torch.device, axes: Mapping[str, Group], *, executes: bool
+    ) -> None:
         super().__init__(shapes)
+        self.axes = axes
+        """The axes of the mesh by the names of their process groups."""
         self.device = device
         self.executes = executes
         """Whether operations run on the device, with values."""
@@ -191,6 +198,8 @@ class Recorder(ShapesMode):
         self._alive: dict[int, _Watch] = {}
         self._made_in: list[int] = []
         self._from_weights = False
+        self._in_flight: dict[int, Tensor] = {}
+        """The operand of each collective that has not been waited for, by its result's storage."""
         self._noted: set[Event] = set()
         """The in-place additions that have been recorded."""
 
@@ -198,11 +207,11 @@ class Recorder(ShapesMode):
 
     def register(self, tensor: Tensor, number: int = GIVEN) -> None:
         """Register a tensor from before the step, an input or a weight: its events are not recorded."""
-        self._watch(tensor.untyped_storage(), number)
+        self._watch(local(tensor).untyped_storage(), number)
 
     def storage_of(self, tensor: Tensor) -> int:
         """The number of a tensor's storage; below 0 for one that was there before the step."""
-        watch = self._alive.get(tensor.untyped_storage()._cdata)
+        watch = self._alive.get(local(tensor).untyped_storage()._cdata)
         return GIVEN if watch is None else watch.number
 
     @property
@@ -309,6 +318,9 @@ class Recorder(ShapesMode):
         self.operation = func
         if self.section.phase == "forward":
             self._reads(operation.given)
+        if is_in_place(func):
+            self._communicates(func, args, ())
+            return finished(func, args)
         if self.executes:
             out, scratch = executed(func, args, operation.kwargs, self.device)
             results = self._on_device(out)
@@ -325,6 +337,7 @@ class Recorder(ShapesMode):
                 memo.taken = self._taken(operation, results, out)
             taken = memo.taken
         self._record(operation, results, taken)
+        self._communicates(func, args, results)
         if func in ZEROS:
             self._zeros = self.storage_of(out)
         return out
@@ -335,6 +348,9 @@ class Recorder(ShapesMode):
         Source: aten/src/ATen/native/Linear.cpp (`linear`), aten/src/ATen/native/transformers/attention.cpp
         (`_scaled_dot_product_attention_math`), torch/csrc/autograd/FunctionsManual.cpp.
         """
+        if func is self.passed_on:  # its operands are parts of wrappers, which are never written to
+            self.passed_on = None
+            return False
         if self.section.phase == "forward" or self.is_recomputing:
             return func is ADD and self.adds_in_place
         if func is not ADD:
@@ -384,8 +400,26 @@ class Recorder(ShapesMode):
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
         if taken.scratch:
             self._freed_scratch(self._scratch(taken.scratch))
-        phase = "recompute" if self.is_recomputing else self.section.phase
-        self.events += [Event("compute", self.section, -1, (one, phase)) for one in taken.computed]
+        self.events += [Event("compute", self.section, -1, (one, self._phase)) for one in taken.computed]
+
+    @property
+    def _phase(self) -> str:
+        return "recompute" if self.is_recomputing else self.section.phase
+
+    def waited(self, result: Tensor) -> None:
+        self._in_flight.pop(self.storage_of(result), None)
+
+    def _communicates(self, func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+        """Record what an operation sends; what is gathered or scattered is held until it is waited for.
+
+        Source: torch/csrc/distributed/c10d/Functional.cpp (`all_reduce` sends a clone),
+        ProcessGroupGloo.cpp, ProcessGroupNCCL.cpp (`stashed_for_allocator_safety_`).
+        """
+        found = sent(func, args, results, self.axes)
+        if found is not None:
+            self.events.append(Event("collective", self.section, -1, (found, self._phase)))
+            if results and found.kind != "all_reduce":
+                self._in_flight[self.storage_of(results[0])] = args[0]
 
     def _convolved(self, operation: Operation, results: Sequence[Tensor]) -> None:
         """Record the results of a convolution, each with what computes it."""

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice
 from math import gcd, isqrt
@@ -25,11 +26,13 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from memplan.checks import checked_choice, checked_count
 from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, reason, shown_value, unknown_name
+from memplan.mesh import Group
 from memplan.models.base import BLOCKS, Layers
 from memplan.models.traced import (
     RECOMPUTES,
     UNITS,
     Ends,
+    Placed,
     Recording,
     Term,
     TracedKind,
@@ -40,6 +43,7 @@ from memplan.models.traced import (
 )
 from memplan.tracing.cache import no_collection, setting
 from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
+from memplan.tracing.divided import Parallelize, divided, local, own_plan, placed, wrapped
 from memplan.tracing.example import Example, Loss, Stack, checked_example, stacks_of, structure_of
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section, Unit, Unlike
 from memplan.tracing.shapes import Shapes, dtype_name
@@ -79,6 +83,9 @@ MOST_MASKED: Final = 1 << 20
 ADD_IN_PLACE: Final = ("linear", "scaled_dot_product_attention")
 """Functions of `torch.nn.functional` that add a bias or a mask in place (`Recorder.adds_in_place`)."""
 
+DIVIDING: Final = ("tp",)
+"""The axes of a mesh that a module can be divided over."""
+
 FLAG: Final = "gradient_checkpointing"
 """Of transformers' modules whether blocks are recomputed: of a layer by its class, of others by their own."""
 
@@ -102,6 +109,8 @@ def trace(
     name: str = "",
     device: DeviceType = "cuda",
     executed: bool = False,
+    mesh: Mapping[str, int] | None = None,
+    parallelize: Parallelize | None = None,
 ) -> TracedModel:
     """The module as a model to plan with: `memplan.estimate(memplan.trace(module, inputs), zero=3, dp=8)`.
 
@@ -128,6 +137,10 @@ def trace(
             GPU is known.
         executed: run the passes on the current GPU, with weights of any values. What is traced holds for that
             GPU and for the example's sizes, and with cuDNN's workspaces, for which there are no rules.
+        mesh: the ranks over which the module is divided, as {"tp": 8}; the trace is of the first of them, and
+            for these degrees only. The module is given undivided.
+        parallelize: what divides it, called with the module and a `DeviceMesh` of these axes: of the modules
+            of transformers left out (their own plan), else a function around `parallelize_module`, say.
 
     Raises:
         InvalidValue: for a module or an example that cannot be used, and why.
@@ -135,7 +148,17 @@ def trace(
     """
     runs_on = _checked_device(device, executed=executed)
     example = checked_example(module, example_inputs, loss, targets, sequence)
-    return traced(example, runs_on, blocks, precisions, max_seq_len, name, executed=executed)
+    return traced(
+        example,
+        runs_on,
+        blocks,
+        precisions,
+        max_seq_len,
+        name,
+        executed=executed,
+        mesh=checked_mesh(mesh or {}),
+        parallelize=parallelize,
+    )
 
 
 def traced(
@@ -148,8 +171,12 @@ def traced(
     *,
     executed: bool = False,
     any_length: bool = False,
+    mesh: Mapping[Group, int] | None = None,
+    parallelize: Parallelize | None = None,
 ) -> TracedModel:
     """The model of an example; where it is for `any_length`, one of the example's own length is refused.
+
+    `mesh`, `parallelize`: as of `trace`, checked.
 
     Raises:
         MemplanError: as `trace`.
@@ -161,17 +188,38 @@ def traced(
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
     plays_cuda = runs_on == CUDA and not executed
     shapes = Shapes(CudaTensors() if plays_cuda else None)
-    why = ""
-    for stacks in stacks_of(example.module, blocks):
-        tracer = _Tracer(example, stacks, shapes, runs_on, executes=executed, any_length=any_length)
-        try:
-            with no_collection(), ONE_THREAD(), without_a_gpu() if plays_cuda else nullcontext():
+    why, kind = "", {"executes": executed, "any_length": any_length}
+    with ExitStack() as stack:
+        stack.enter_context(no_collection())
+        stack.enter_context(ONE_THREAD())
+        if plays_cuda:
+            stack.enter_context(without_a_gpu())
+        groups: Mapping[str, Group] = {}
+        if mesh:
+            divides = parallelize or own_plan(example.module)
+            module, groups = stack.enter_context(divided(example.module, mesh, divides, runs_on))
+            example = replace(example, module=module)
+        for stacks in stacks_of(example.module, blocks):
+            tracer = _Tracer(example, stacks, shapes, runs_on, groups, **kind)
+            try:
                 recordings, limits = _of_known_kinds(tracer, list(runs))
-        except Unlike as unlike:
-            why = str(unlike)
-            continue
-        return _model(tracer, recordings, limits, name, max_seq_len)
+            except Unlike as unlike:
+                why = str(unlike)
+                continue
+            return _model(tracer, recordings, limits, name, max_seq_len, mesh or {})
     raise InvalidValue(f"blocks={blocks!r} are no units ({why}); leave blocks out.")
+
+
+def checked_mesh(mesh: Mapping[str, int]) -> dict[Group, int]:
+    """The ranks along the axes with several.
+
+    Raises:
+        InvalidValue: an axis over which no module is divided here, or no number of ranks.
+    """
+    for axis in mesh:
+        if axis not in DIVIDING:
+            raise unknown_name("axis of a mesh that a module is divided over", axis, DIVIDING)
+    return {axis: n for axis, n in mesh.items() if checked_count(axis, n) > 1}
 
 
 def _checked_device(asked: str, *, executed: bool) -> torch.device:
@@ -215,10 +263,12 @@ class _Tracer:
         stacks: Sequence[Stack],
         shapes: Shapes,
         device: torch.device,
+        groups: Mapping[str, Group],
         *,
         executes: bool,
         any_length: bool,
     ) -> None:
+        self.groups = groups
         self.example = example
         self.stacks = stacks
         self.shapes = shapes
@@ -234,6 +284,8 @@ class _Tracer:
         """Operations whose workspaces are not recorded, in any run."""
         self.lacks: dict[str, None] = {}
         """Packages that are not installed, for which transformers' own code ran, in any run."""
+        self.grads_placed: dict[str, Placed] = {}
+        """The placements of the gradient of each parameter that is a DTensor."""
         self.unused: frozenset[str] | None = None
         """The parameters that require a gradient and get none, in every run; None before the first."""
         self.whole: Parts | None = None
@@ -336,7 +388,7 @@ class _Tracer:
             yield
 
     def _run(self, point: Point, variant: Variant, labels: Mapping[str, int]) -> Parts:
-        recorder = Recorder(self.shapes, self.device, executes=self.executes)
+        recorder = Recorder(self.shapes, self.device, self.groups, executes=self.executes)
         weights, autocast, recompute, *_ = variant
         dtype = getattr(torch, weights)
         with _without_data(self.example.module, recorder, dtype) as parameters:
@@ -474,6 +526,8 @@ class _Tracer:
         return block
 
     def _note_unused(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        of_grads = {self.common(n): placed(p.grad) for n, p in parameters.items() if p.grad is not None}
+        self.grads_placed |= of_grads
         has_grad = {(self.common(n), p.grad is not None) for n, p in parameters.items() if p.requires_grad}
         unused = frozenset([name for name, used in has_grad if not used])
         if some := sorted(name for name in unused if (name, True) in has_grad):
@@ -657,17 +711,19 @@ def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
 
     Where `weights` are float32, frozen ones keep a narrower type (`TracedTensor.keeps_dtype`).
     """
-    is_parameter = isinstance(tensor, nn.Parameter)
+    is_parameter, own = isinstance(tensor, nn.Parameter), local(tensor)
     keeps = weights == torch.float32 and not tensor.requires_grad
     dtype = weights if is_parameter and tensor.is_floating_point() and not keeps else tensor.dtype
     if not is_parameter:
-        made = _without_values(tensor.detach(), recorder)
+        made = _without_values(own.detach(), recorder)
     elif recorder.executes:
-        made = torch.empty_like(tensor, dtype=dtype, device=recorder.device, requires_grad=False)
+        made = torch.empty_like(own, dtype=dtype, device=recorder.device, requires_grad=False)
     else:  # nothing is asked of the values of weights
-        made = _without_values(torch.empty_like(tensor, device="meta"), recorder, dtype)
+        made = _without_values(torch.empty_like(own, device="meta"), recorder, dtype)
     recorder.register(made, WEIGHT if is_parameter else GIVEN)
     with nullcontext() if recorder.executes else recorder:  # a parameter is a view of its tensor
+        if own is not tensor:
+            made = wrapped(made, tensor)
         return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
 
 
@@ -877,7 +933,7 @@ def _lengths(example: Example) -> tuple[int, ...]:
     if length < LEAST_LENGTH:
         raise InvalidValue(f"the example's sequence has {length} tokens; give one of {LEAST_LENGTH} or more.")
     usual = LENGTHS if length >= max(LENGTHS) else (length * 3 // 4, length, length // 2)
-    dims = {n for parameter in example.module.parameters() for n in parameter.shape}
+    dims = {n for p in example.module.parameters() for n in (*p.shape, *local(p).shape)}
     for apart in (16, 8):
         found = [next((m for m in range(n, 0, -gcd(n, apart)) if m not in dims), n) for n in usual]
         if len({*found}) == len(usual) and dims.isdisjoint(found):
@@ -891,12 +947,14 @@ def _model(
     limits: Point | None,
     name: str,
     max_seq_len: int | None,
+    mesh: Mapping[Group, int],
 ) -> TracedModel:
     example, module = tracer.example, tracer.example.module
     unused = tracer.unused or frozenset()
 
     def traced(own: Mapping[str, nn.Parameter]) -> tuple[TracedTensor, ...]:
-        return tuple([_of_module(n, p, p.requires_grad and n not in unused) for n, p in own.items()])
+        found = [_of_module(n, p, p.requires_grad and n not in unused) for n, p in own.items()]
+        return tuple([one._replace(grad_placements=_grad_placements(one, tracer)) for one in found])
 
     before, after = map(traced, tracer.outside())
     layers, of_kind = _kinds_of_blocks(tracer, traced)
@@ -923,7 +981,14 @@ def _model(
         unused=tuple(sorted(unused)),
         lacks=tuple(tracer.lacks),
         attention="eager" if getattr(config, "_attn_implementation", None) == "eager" else "",
+        mesh=mesh,
     )
+
+
+def _grad_placements(one: TracedTensor, tracer: _Tracer) -> Placed:
+    """The placements of a DTensor's gradient, if they are not its own."""
+    found = tracer.grads_placed.get(one.name, one.placements)
+    return () if found == one.placements else found
 
 
 def _kinds_of_blocks(
@@ -948,7 +1013,8 @@ def _kinds_of_blocks(
 def _of_module(name: str, tensor: Tensor, requires_grad: bool = True) -> TracedTensor:
     """A buffer, or a parameter; one that is unused is cast as a trained one."""
     dtype = "float32" if tensor.requires_grad and not requires_grad else dtype_name(tensor.dtype)
-    return TracedTensor(name, tuple([(Term(n),) for n in tensor.shape]), dtype, requires_grad)
+    shape = tuple([(Term(n),) for n in tensor.shape])
+    return TracedTensor(name, shape, dtype, requires_grad, placed(tensor))
 
 
 def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:

@@ -30,7 +30,7 @@ from memplan.shapes import DType, Kind
 from memplan.tracing.computed import Computed
 from memplan.tracing.recorder import Event, Recorder, Section, Stored, Unit, Unlike
 
-CALLS: Final = ("compute", "kernel", "workspace")
+CALLS: Final = ("compute", "kernel", "workspace", "collective")
 """The events of no storage."""
 
 
@@ -523,6 +523,9 @@ def _skeleton(event: Event) -> Any:
         case "compute":
             computed, phase = event.detail
             return event.kind, phase, computed.kind, computed.dtype
+        case "collective":
+            sent, phase = event.detail
+            return event.kind, phase, sent.kind, sent.axis, sent.dtype, len(sent.shape)
     return event.kind, event.storage
 
 
@@ -558,6 +561,12 @@ def _event(events: Sequence[Event], points: Sequence[Point]) -> TracedEvent:
             if one.kind == "workspace" and all(batch == 1 for batch, _ in points):
                 sizes = ((Term(sizes[0][0].factor, 1),), *sizes[1:])  # cuDNN's engine depends on nothing else
             return TracedEvent(one.kind, kernel=name, n_results=n_results, shape=sizes, dtype=dtype)
+        case "collective":
+            sent, phase = one.detail
+            shape = shape_of([event.detail[0].shape for event in events], points)
+            return TracedEvent(
+                "collective", phase=phase, kernel=sent.kind, axis=sent.axis, shape=shape, dtype=sent.dtype
+            )
     computation = _computation([event.detail[0] for event in events], points)
     return TracedEvent("compute", phase=one.detail[1], computation=computation)
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.parallel.distributed as ddp
 from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.tracing.mode import ShapesMode
@@ -21,14 +20,6 @@ from validate.fake.lifetimes import Lifetimes
 ENTERS: Final = torch.ops.profiler._record_function_enter_new.default
 LEAVES: Final = torch.ops.profiler._record_function_exit._RecordFunction
 """The two ends of `torch.profiler.record_function`."""
-
-WRAPS: Final = "_c10d_functional::_wrap_tensor_autograd"
-WAITS: Final = "_c10d_functional::wait_tensor"
-"""Wraps what a collective is still filling, and waits for it; for a compiler both would make a copy.
-
-Source: torch/distributed/_functional_collectives.py (`_wrap_tensor_autograd`, `_wait_tensor_meta`),
-torch/csrc/distributed/c10d/Functional.cpp (`wait_tensor`).
-"""
 
 
 class WithoutData(ShapesMode):
@@ -51,10 +42,6 @@ class WithoutData(ShapesMode):
         if func is LEAVES:
             self._lifetimes.left()
             return func(*args, **kwargs)
-        if func._schema.name == WRAPS:
-            return AsyncCollectiveTensor(args[0])
-        if func._schema.name == WAITS:
-            return args[0]
         self._lifetimes.operation = func
         out = self.result(operation, self.shapes.memo(operation))
         for tensor in on_a_device(out):

@@ -19,6 +19,7 @@ from validate.cases import GPU_STEPS, UNTIMED_STEPS, Case, runnable, title
 from validate.gpus import Gpus
 from validate.predict import estimated_rank
 from validate.published import ROWS, by_torchtitan, comparable_estimate, compared, read_rows
+from validate.suites.divided import gpu_divided
 from validate.suites.families import gpu_families
 from validate.suites.models import in_small
 from validate.suites.wild import gpu_wild
@@ -329,6 +330,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-fsdp1": gpu_fsdp1,
     "gpu-published": gpu_published,
     "gpu-wild": gpu_wild,
+    "gpu-divided": gpu_divided,
     "gpu-families": gpu_families,
 }
 

@@ -63,6 +63,11 @@ class TorchEngine(Engine):
                 f"{model.name} has no repeated blocks that are known: FSDP gathers it as one unit. Name its "
                 "lists of blocks, as --blocks model.layers, or memplan.trace(..., blocks='model.layers')."
             )
+        if plan.tp > 1 and not model.divides_itself:
+            yield (
+                f"tp={plan.tp} divides {model.name} by its framework's own plan (of transformers: "
+                "base_model_tp_plan). What that plan does not name, such as norms, each rank has whole."
+            )
         if plan.fsdp and torch_options(plan).fsdp_version == 1:
             yield (
                 "FSDP1 calls record_stream: the allocator reuses a block only once the other stream is done. "

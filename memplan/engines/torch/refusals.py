@@ -1,6 +1,6 @@
 """Plans that PyTorch refuses, fails on or computes wrongly: each rule raises with PyTorch's own reason."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import gcd
 from typing import Final
 
@@ -9,7 +9,7 @@ from memplan.engines.recorded import checked_cut
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.engines.torch.options import FSDP1_OPTIONS, TorchOptions, torch_options, weight_dtype
 from memplan.errors import MissingRule, PlanRefused
-from memplan.models import Model, TracedModel, ends_are_tied, not_divided
+from memplan.models import Model, TracedModel, ends_are_tied, not_divided, not_divided_so
 from memplan.models.traced import Ends
 from memplan.plan import Plan
 from memplan.shapes import BF16, FP32
@@ -330,6 +330,30 @@ def _check_precision(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_recordings(model: Model, plan: Plan) -> None:
+    """Raise for what no recording of a module's own passes says: it is traced, or will be to be divided."""
+    if isinstance(model, TracedModel) or (plan.tp > 1 and not model.divides_itself):
+        _raise_first(
+            model,
+            (
+                (plan.splits_backward, f"schedule={plan.schedule!r}", "schedule='interleaved-1f1b'"),
+                (plan.loss_chunks > 1, f"loss_chunks={plan.loss_chunks}", "loss_chunks=1"),
+                (plan.recompute == "selective", "recompute='selective'", "recompute='full' or 'none'"),
+            ),
+        )
+
+
+def _raise_first(model: Model, not_traced: Iterable[tuple[bool, str, str]]) -> None:
+    """Raise for the first of these that is asked for: whether it is, what it is, and another way."""
+    for asked, what, other in not_traced:
+        if asked:
+            raise MissingRule(
+                f"{what}: {model.name} was traced on one rank without it, and no rule says what it would "
+                f"change; use {other}.",
+                kind=f"{what.partition('=')[0]} of a traced model",
+            )
+
+
 def _check_traced(model: Model, plan: Plan) -> None:
     """Raise for plans that a trace of a module on one rank says nothing about."""
     if not isinstance(model, TracedModel):
@@ -337,17 +361,16 @@ def _check_traced(model: Model, plan: Plan) -> None:
     options = torch_options(plan)
     integers, narrow = model.integer_dtypes, model.narrow_dtypes
     other_release = not model.made_with.startswith(f"torch {options.torch_version}.")
+    mesh = {"tp": plan.tp} if plan.tp > 1 else {}
+    if mesh != model.mesh and not model.config:
+        raise not_divided_so(model, mesh)
     traced_alone = (
-        (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
         (plan.pp > 1 and not model.n_layers, f"pp={plan.pp}", "pp=1: it has no blocks"),
         (
             plan.recompute_blocks is not None and model.n_stacks > 1,
             f"recompute_blocks={plan.recompute_blocks}",
             "all blocks: they are in several stacks",
         ),
-        (plan.splits_backward, f"schedule={plan.schedule!r}", "schedule='interleaved-1f1b'"),
-        (plan.loss_chunks > 1, f"loss_chunks={plan.loss_chunks}", "loss_chunks=1"),
-        (plan.recompute == "selective", "recompute='selective'", "recompute='full' or 'none'"),
         (
             plan.recompute == "full" and not model.n_layers,
             "recompute='full'",
@@ -370,13 +393,35 @@ def _check_traced(model: Model, plan: Plan) -> None:
         ),
         (other_release, f"torch_version={options.torch_version!r}", f"that of {model.made_with}"),
     )
-    for asked, what, other in traced_alone:
-        if asked:
-            raise MissingRule(
-                f"{what}: {model.name} was traced on one rank without it, and no rule says what it would "
-                f"change; use {other}.",
-                kind=f"{what.partition('=')[0]} of a traced model",
-            )
+    _raise_first(model, traced_alone)
+
+
+def _check_divided(model: Model, plan: Plan) -> None:
+    """Raise for what the plan of a module's own framework does not do, or what no trace of one rank says."""
+    if model.divides_itself or plan.tp == 1:
+        return
+    if plan.sequence_parallel:
+        raise MissingRule(
+            f"sequence_parallel=True: {model.name} is divided by its framework's own plan, which divides no "
+            "sequence between its regions; use sequence_parallel=False.",
+            kind="sequence_parallel of a model that is divided by its framework's own plan",
+        )
+    if plan.ddp:
+        raise MissingRule(
+            f"zero={plan.zero}, dp={plan.dp} beside tp={plan.tp}: DistributedDataParallel makes plain "
+            f"tensors of DTensors, which has no rule for {model.name} yet; use zero=2 or 3, or dp=1.",
+            kind="DDP beside tensor parallelism of a model that is divided by its framework's own plan",
+        )
+
+
+def check_trace(model: Model, plan: Plan) -> None:
+    """Raise for a plan that the trace of a divided module says nothing about.
+
+    Raises:
+        MissingRule: with value, rule and way out.
+    """
+    for check in (_check_traced, _check_recorded, _check_traced_ends, _check_cut):
+        check(model, plan)
 
 
 def _check_recorded(model: Model, plan: Plan) -> None:
@@ -437,6 +482,8 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_fsdp1,
     _check_static_graph,
     _check_units,
+    _check_divided,
+    _check_recordings,
     _check_traced,
     _check_recorded,
     _check_traced_ends,

@@ -11,11 +11,12 @@ from memplan.device import CPU, Device
 from memplan.engines.recorded import recorded
 from memplan.engines.split import BlockRuns, SplitTrace, split_traced
 from memplan.engines.torch.options import torch_options, weight_dtype
+from memplan.engines.torch.refusals import check_trace
 from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
-from memplan.models import Layers, Model, TracedModel
+from memplan.models import Layers, Model, TracedModel, divided
 from memplan.models.base import Role as BlockRole
 from memplan.plan import MOMENTS, N_MOMENTS, Plan, Rank, stage_layers
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Role, Shape, buffer_of
@@ -32,13 +33,21 @@ StageKind = tuple[bool, bool, tuple[Layers, ...]]
 """Whether a stage is the first, whether it is the last, and its blocks."""
 
 
+def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
+    """The model as a tensor rank has it; one that is traced so is checked as any trace is."""
+    found = divided(model, {"tp": plan.tp} if plan.tp > 1 else {}, device.type, plan.precision)
+    if found is not model:
+        check_trace(found, plan)
+    return found
+
+
 class Stage:
     """A pipeline stage under a plan; ranks share the object of each `StageKind`."""
 
     def __init__(
         self, model: Model, plan: Plan, kind: StageKind, device: Device, backend: Backend | None = None
     ) -> None:
-        self.model = model
+        self.model = as_rank_has_it(model, plan, device)
         self.plan = plan
         self.options = torch_options(plan)
         self.device = device
@@ -231,6 +240,7 @@ class RankStages:
         backend: Backend | None = None,
     ) -> None:
         known = {} if known is None else known
+        model = as_rank_has_it(model, plan, device)
         made = []
         for index in plan.stages_of(rank.pp):
             layers = model.layers_in(stage_layers(model.n_blocks, plan, index))

@@ -3,10 +3,11 @@
 Their traces are in `data/traces`, a preset's with memplan, written by `python -m validate.traces`.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,6 +34,7 @@ from memplan.models.config_of import config_of
 from memplan.models.traced import modules_with
 from memplan.plan import Rank
 from memplan.shapes import FP32
+from memplan.tracing.divided import by_plan_of_transformers
 from validate.standin import materialised
 from validate.systems.torch.architectures import is_architecture, small_module
 from validate.systems.torch.modules import kept_contexts
@@ -570,6 +572,23 @@ EXPERTS_AS_PUBLISHED: Final[Mapping[str, Wild]] = {
 }  # fmt: skip
 """Presets of several kinds of blocks, with the sizes of their own config.json; none was run."""
 
+WIDE: Final[Mapping[str, Wild]] = {
+    "qwen3-32b": _llama_like(
+        "Qwen3", 1, 4096, width=5120, ff=25_600, layers=64, heads=64, vocabulary=151_936,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
+    ),
+    "llama-3-70b": _llama_like(
+        "Llama", 1, 4096, width=8192, ff=28_672, layers=80, heads=64, vocabulary=128_256,
+        num_key_value_heads=8, max_position_embeddings=8192,
+    ),
+    "qwen3-235b-a22b": _llama_like(
+        "Qwen3Moe", 1, 4096, width=4096, ff=12_288, layers=94, heads=64, vocabulary=151_936,
+        num_key_value_heads=4, head_dim=128, max_position_embeddings=40_960,
+        moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+    ),
+}  # fmt: skip
+"""Published models, with the sizes of their own config.json, that are traced divided alone."""
+
 IN_SMALL: Final[Mapping[str, Wild]] = {
     **{
         f"hf-{name}": Wild(
@@ -604,6 +623,9 @@ IN_FP16: Final = (
 
 WILD: Final[Mapping[str, Wild]] = {**IN_SMALL, **AT_TRUE_SIZE}
 """Other people's modules, by the name of their trace."""
+
+PUBLISHED: Final = frozenset({*AT_TRUE_SIZE, *EXPERTS_AS_PUBLISHED, *WIDE})
+"""The names of modules of true size."""
 
 EXPERTS: Final = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 TALL: Final = {**GROUPED, "head_dim": 16}
@@ -679,7 +701,7 @@ def wild_named(name: str) -> Wild:
     Raises:
         UnknownName: with the nearest name.
     """
-    if found := {**WILD, **IN_STACKS, **EXPERTS_AS_PUBLISHED}.get(name):
+    if found := {**WILD, **IN_STACKS, **EXPERTS_AS_PUBLISHED, **WIDE}.get(name):
         return found
     if not is_architecture(name):
         raise unknown_name("module", name, WILD)
@@ -726,15 +748,15 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
     return Wild(module=module, inputs=inputs, package="transformers")
 
 
-def wild_trace(name: str) -> TracedModel:
-    """One of them, traced anew: with CPU's kernels, or of true size with CUDA's."""
+def wild_trace(name: str, tp: int = 1) -> TracedModel:
+    """One of them over `tp` ranks, traced anew: with CPU's kernels, or of true size with CUDA's."""
     wild = wild_named(name)
     torch.manual_seed(0)
     inputs = wild.inputs(wild.gpu_batch or 2, wild.seq_len, torch.Generator().manual_seed(0))
     of_true_size = wild.gpu_batch is not None
     with torch.device("meta") if of_true_size else nullcontext():
         module = wild.module()
-    return memplan.trace(
+    found = memplan.trace(
         module,
         {name: value for name, value in inputs.items() if name != "targets"},
         targets=inputs.get("targets"),
@@ -742,13 +764,24 @@ def wild_trace(name: str) -> TracedModel:
         max_seq_len=wild.context or wild.seq_len,
         device="cuda" if of_true_size else "cpu",
         precisions=tuple(_precisions(name)),
+        mesh={"tp": tp},
     )
+    if of_true_size and wild.inputs is _tokens:
+        found = replace(found, config=_config_text(module))
+    return found
+
+
+def _config_text(module: Any) -> str:
+    """The config.json that a module of transformers is made of."""
+    values = {**json.loads(module.config.to_json_string()), "architectures": [type(module).__name__]}
+    return json.dumps(values, sort_keys=True)
 
 
 def _precisions(name: str) -> Iterator[str]:
     """The precisions that a module is traced in: architectures in those that they are run in."""
-    yield "fp32"
-    if name in WILD or name in EXPERTS_AS_PUBLISHED:
+    if name not in WIDE:
+        yield "fp32"
+    if not is_architecture(name) and name not in IN_STACKS:
         yield "bf16"
     yield "bf16-mixed"
     if name in IN_FP16:
@@ -786,6 +819,8 @@ def wild_modules(
             for parameter in module.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(torch_dtype(plan.formats.stored))
+        if plan.tp > 1 and mesh is not None:
+            by_plan_of_transformers(module, mesh)
         stacks, path = stacks_of(module, model), ""
         if plan.recompute != "none":
             kept = {"context_fn": kept_contexts} if plan.recompute == "selective" else {}

@@ -1,0 +1,104 @@
+"""Other people's modules divided over tensor ranks by their own framework's plan, beside other axes.
+
+Flat lists of plans, each with every module that has a trace over so many ranks (`data/traces/divided`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+from memplan.device import CPU
+from memplan.engines.checks import check_plan
+from memplan.engines.options import plan_of
+from memplan.errors import MemplanError
+from memplan.models import TracedModel
+from memplan.plan import Plan
+from memplan.tape import Backend
+from validate.cases import UNTIMED_STEPS, Case, divided_traces, shipped_trace, title
+from validate.gpus import Gpus
+from validate.systems.torch.wild import PUBLISHED, wild_named
+
+ALONE: Final[tuple[dict[str, Any], ...]] = (
+    {"micro_batch": 2, "precision": "fp32"},
+    {"micro_batch": 3, "global_batch": 6, "precision": "bf16", "clip_grad_norm": 1.0},
+    {"micro_batch": 4, "precision": "bf16-mixed", "recompute": "full"},
+    {"micro_batch": 2, "global_batch": 4, "optimizer": "sgd-momentum", "set_to_none": False},
+)
+"""Tensor ranks alone."""
+
+MIXED: Final[tuple[dict[str, Any], ...]] = (
+    {"dp": 2, "zero": 3, "micro_batch": 2, "precision": "bf16-mixed"},
+    {"dp": 2, "zero": 2, "micro_batch": 2, "global_batch": 8, "precision": "bf16", "recompute": "full"},
+    {"dp": 2, "zero": 3, "fsdp_units": "block+ends", "micro_batch": 2, "clip_grad_norm": 1.0},
+    {"pp": 2, "micro_batch": 2, "global_batch": 8, "precision": "fp32"},
+    {"pp": 2, "dp": 2, "zero": 2, "micro_batch": 2, "global_batch": 16, "recompute": "full"},
+    {"dp": 2, "dp_replicate": 2, "zero": 3, "micro_batch": 2, "precision": "fp32"},
+)
+"""Beside FSDP2, replicas of it, and pipelines: two tensor ranks."""
+
+ARCHITECTURES: Final[tuple[dict[str, Any], ...]] = (
+    {"micro_batch": 2, "precision": "fp32"},
+    {"dp": 2, "zero": 3, "micro_batch": 2, "precision": "bf16-mixed", "recompute": "full"},
+)
+"""Each language model of transformers."""
+
+AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
+    {"precision": "bf16", "recompute": "full"},
+    {"dp": 8, "zero": 3, "precision": "bf16-mixed", "recompute": "full"},
+    {
+        "dp": 8,
+        "zero": 2,
+        "precision": "bf16-mixed",
+        "global_batch": 16,
+        "clip_grad_norm": 1.0,
+        "recompute": "full",
+    },
+    {"dp": 4, "dp_replicate": 2, "zero": 3, "precision": "bf16-mixed", "fsdp_units": "block+ends"},
+)
+"""One rank of 2 to 64, whose others are played."""
+
+
+def divided() -> tuple[Case, ...]:
+    """Small modules on CPU ranks."""
+    return tuple([case for name, tp in divided_traces() for case in _small(name, tp)])
+
+
+def gpu_divided(gpus: Gpus | None) -> tuple[Case, ...]:
+    """Published models at true size, one rank of many; without a GPU the small ones."""
+    if gpus is None:
+        return divided()
+    backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
+    found = []
+    for name, tp in divided_traces():
+        for options in AT_TRUE_SIZE if name in PUBLISHED else ():
+            plan = plan_of(**options, tp=tp, seq_len=wild_named(name).seq_len)
+            case = _case(shipped_trace(name, tp), plan)
+            case = replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend, rank=0)
+            found.append(replace(case, steps=UNTIMED_STEPS, timeout_s=600.0))
+    return tuple(found)
+
+
+def _small(name: str, tp: int) -> Iterator[Case]:
+    """The cases of a small module; none of a published one."""
+    if name in PUBLISHED:
+        return
+    model, is_architecture = shipped_trace(name, tp), name.startswith("hf-causal-")
+    plans = ARCHITECTURES if is_architecture else ALONE if tp > 2 else (*ALONE, *MIXED)
+    for options in plans:
+        plan = plan_of(**options, tp=tp, seq_len=model.max_seq_len)
+        if _may_run(model, plan):
+            yield _case(model, plan)
+
+
+def _may_run(model: TracedModel, plan: Plan) -> bool:
+    """Whether a plan is allowed: tied models have no pipelines, say."""
+    try:
+        check_plan(model, plan, CPU)
+    except MemplanError:
+        return False
+    return True
+
+
+def _case(model: TracedModel, plan: Plan) -> Case:
+    name = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
+    return Case(name=name, model=model, plan=plan, timeout_s=240.0)
