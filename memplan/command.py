@@ -10,6 +10,7 @@ from memplan.errors import MemplanError
 from memplan.estimate import Estimate
 from memplan.hardware import Cluster, cluster, gpus_per_node
 from memplan.models import Model, implemented, preset, preset_named, preset_names
+from memplan.models.families import implementations_of
 from memplan.plan import Plan
 from memplan.text_tables import WIDTH
 
@@ -60,7 +61,10 @@ def _preset_name(model: Model) -> str | None:
     if model.name not in preset_names():
         return None
     usual = preset(model.name)
-    return model.name if model == usual or implemented(usual, model.implementation) == model else None
+    if model == usual:
+        return model.name
+    has_code = model.implementation in implementations_of(usual)
+    return model.name if has_code and implemented(usual, model.implementation) == model else None
 
 
 def _implementation(model: Model, named_as: str) -> dict[str, str]:

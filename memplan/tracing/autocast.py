@@ -14,10 +14,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from torch.autograd.graph import _engine_run_backward
 from torch.distributed.tensor import DTensor
 from torch.library import Library
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memplan.errors import MissingRule
@@ -55,8 +55,11 @@ Casts = dict[int, tuple[weakref.ref[Tensor], Tensor]]
 
 
 @contextmanager
-def autocast_of(library: Library, is_eligible: Callable[[Any], bool]) -> Iterator[None]:
-    """A block in which operations under CUDA's autocast cast those floats that are eligible."""
+def autocast_of(library: Library, is_eligible: Callable[[Any], bool]) -> Iterator["OfWrappers"]:
+    """A block in which operations under CUDA's autocast cast those floats that are eligible.
+
+    Modules that hold DTensors run in the mode that it gives.
+    """
     casts: Casts = {}
     packets: set[str] = set()
     clear = torch.clear_autocast_cache
@@ -72,8 +75,8 @@ def autocast_of(library: Library, is_eligible: Callable[[Any], bool]) -> Iterato
                 name = name.removeprefix("aten::")
                 library.impl(name, _autocast(name, casts, is_eligible), KEY)
                 packets.add(name.partition(".")[0])
-    with patch.object(torch, "clear_autocast_cache", cleared), OfWrappers(packets, casts, is_eligible):
-        yield
+    with patch.object(torch, "clear_autocast_cache", cleared):
+        yield OfWrappers(packets, casts, is_eligible)
 
 
 def _autocast(name: str, casts: Casts, is_eligible: Callable[[Any], bool]) -> Callable[..., Any]:
@@ -126,7 +129,8 @@ def _cast(
 class OfWrappers(TorchFunctionMode):
     """CUDA's autocast for DTensors, whose device in C++ is the one that C++ is told of their local tensors.
 
-    It casts what functions of Python are called with; DTensors of a GPU that is there need none of this.
+    It casts what functions of Python are called with; DTensors of a GPU that is there need none of this. What
+    Python code itself asks for on `meta`, as a shape's strides, is there and not on the GPU.
     """
 
     def __init__(self, packets: Set[str], casts: Casts, is_eligible: Callable[[Any], bool]) -> None:
@@ -134,12 +138,9 @@ class OfWrappers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named, name = dict(kwargs or {}), getattr(func, "__name__", "").strip("_")
-        if func is Tensor.backward:
-            start = torch.ones_like(args[0], memory_format=torch.preserve_format)
-            with self:  # what is recomputed runs in it
-                return _engine_run_backward(
-                    args[:1], (start,), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
+        if named.get("device") == "meta":
+            with _disable_current_modes():
+                return func(*args, **named)
         if not any(type(x) is DTensor for x in args) or not self._applies(name):
             return func(*args, **named)
         if name == ATTENTION:

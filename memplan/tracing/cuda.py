@@ -22,7 +22,7 @@ from memplan.errors import MissingRule
 from memplan.kernels import Release
 from memplan.models.traced import DTYPES
 from memplan.ops.attention import attention_kernel
-from memplan.tracing.autocast import autocast_of
+from memplan.tracing.autocast import OfWrappers, autocast_of
 from memplan.tracing.cache import setting
 from memplan.tracing.calls import has_whole_rows
 from memplan.tracing.divided import local
@@ -47,8 +47,8 @@ OF_ONE_KERNEL: Final = ("_fused_rms_norm", "mish_backward", "silu_backward")
 
 
 @contextmanager
-def without_a_gpu() -> Iterator[None]:
-    """A block in which tensors without data can be on `cuda:0`.
+def without_a_gpu() -> Iterator[OfWrappers]:
+    """A block in which tensors without data can be on `cuda:0`; modules that hold DTensors run in its mode.
 
     `torch.tensor` copies to it by an operation that a mode sees.
 
@@ -80,8 +80,7 @@ def without_a_gpu() -> Iterator[None]:
                 library.impl(name, CHOICES[name], key)
         for name in OF_ONE_KERNEL:
             library.impl(name, _kernel, "CUDA")
-        stack.enter_context(autocast_of(library, _is_float_on_cuda))
-        yield
+        yield stack.enter_context(autocast_of(library, _is_float_on_cuda))
 
 
 def _made_on_meta(

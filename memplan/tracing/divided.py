@@ -41,13 +41,21 @@ def divided(
         except MemplanError:
             raise
         except Exception as error:
-            sizes = ", ".join(f"{axis}={n}" for axis, n in mesh.items())
             raise InvalidValue(
-                f"{type(module).__name__} cannot be divided over {sizes} ({reason(error)}); use one "
-                "rank, other degrees, or a function of your own (memplan.trace, parallelize)."
+                f"{type(module).__name__} cannot be divided over {degrees_text(mesh)} ({reason(error)}); use "
+                "one rank, other degrees, or a function of your own (memplan.trace, parallelize)."
             ) from error
         groups = {str(ranks[axis].get_group().group_name): axis for axis in mesh}
         yield (made if isinstance(made, nn.Module) else own), groups
+
+
+def degrees_text(mesh: Mapping[Group, int]) -> str:
+    """The ranks along each axis as text.
+
+    >>> degrees_text({"tp": 8})
+    'tp=8'
+    """
+    return ", ".join(f"{axis}={n}" for axis, n in mesh.items())
 
 
 def copied(module: nn.Module) -> nn.Module:

@@ -26,6 +26,12 @@ NAMESPACES: Final = frozenset({"aten", "_c10d_functional", "fsdp"})
 LAYER_NORM: Final = ATEN.native_layer_norm.default
 GROUPED_PRODUCT: Final = ATEN._grouped_mm.default
 PRODUCTS: Final = (ATEN.mm.default, ATEN.addmm.default)
+ALIGNMENT_BYTES: Final = 16
+"""The bytes of which rows of the operands of a product of groups are multiples.
+
+Source: aten/src/ATen/native/GroupedMMUtils.h (`check_valid_strides_and_return_transposed`).
+"""
+
 INDEX: Final = ATEN.index.Tensor
 """Its result's shape depends on the values of masks, but not on those of other indices."""
 
@@ -196,7 +202,14 @@ class Shapes:
             return out[0], *[statistic.to(args[2].dtype) for statistic in out[1:]]
 
     def _grouped_product(self, a: Tensor, b: Tensor, of_groups: Tensor | None = None, *_: Any) -> Tensor:
-        """The products of rows with each group's matrix, or a matrix for each group of rows."""
+        """The products of rows with each group's matrix, or a matrix for each group of rows.
+
+        Raises:
+            RuntimeError: rows, or columns, that are not whole 16 bytes apart.
+        """
+        for one in (a, b):
+            if max(one.stride()[-2:]) * one.itemsize % ALIGNMENT_BYTES:
+                raise RuntimeError("strides should be multiple of 16 bytes")
         groups = b.shape[:1] if of_groups is None else of_groups.shape
         with self.mode:
             return a.new_empty((*(groups if a.dim() == b.dim() else ()), a.shape[-2], b.shape[-1]))

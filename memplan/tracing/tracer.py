@@ -3,12 +3,12 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice
 from math import gcd, isqrt
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, NamedTuple, cast, get_args
 from unittest.mock import patch
 
 import torch
@@ -43,7 +43,7 @@ from memplan.models.traced import (
 )
 from memplan.tracing.cache import no_collection, setting
 from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
-from memplan.tracing.divided import Parallelize, divided, local, own_plan, placed, wrapped
+from memplan.tracing.divided import Parallelize, degrees_text, divided, local, own_plan, placed, wrapped
 from memplan.tracing.example import Example, Loss, Stack, checked_example, stacks_of, structure_of
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section, Unit, Unlike
 from memplan.tracing.shapes import Shapes, dtype_name
@@ -192,21 +192,20 @@ def traced(
     with ExitStack() as stack:
         stack.enter_context(no_collection())
         stack.enter_context(ONE_THREAD())
-        if plays_cuda:
-            stack.enter_context(without_a_gpu())
-        groups: Mapping[str, Group] = {}
+        played = stack.enter_context(without_a_gpu()) if plays_cuda else nullcontext()
+        ranks = Ranks({}, {}, played)
         if mesh:
             divides = parallelize or own_plan(example.module)
             module, groups = stack.enter_context(divided(example.module, mesh, divides, runs_on))
-            example = replace(example, module=module)
+            example, ranks = replace(example, module=module), Ranks(mesh, groups, played)
         for stacks in stacks_of(example.module, blocks):
-            tracer = _Tracer(example, stacks, shapes, runs_on, groups, **kind)
+            tracer = _Tracer(example, stacks, shapes, runs_on, ranks, **kind)
             try:
                 recordings, limits = _of_known_kinds(tracer, list(runs))
             except Unlike as unlike:
                 why = str(unlike)
                 continue
-            return _model(tracer, recordings, limits, name, max_seq_len, mesh or {})
+            return _model(tracer, recordings, limits, name, max_seq_len)
     raise InvalidValue(f"blocks={blocks!r} are no units ({why}); leave blocks out.")
 
 
@@ -250,6 +249,17 @@ class _Finer(Exception):
     """Blocks that were of one kind in earlier runs are of several."""
 
 
+class Ranks(NamedTuple):
+    """The ranks that a module is divided over: how many along each axis, and the axes by their groups' names.
+
+    `within`: what its modules that hold DTensors run in.
+    """
+
+    mesh: Mapping[Group, int]
+    groups: Mapping[str, Group]
+    within: AbstractContextManager[Any]
+
+
 class _Tracer:
     """Runs a module with its blocks in stacks.
 
@@ -263,12 +273,12 @@ class _Tracer:
         stacks: Sequence[Stack],
         shapes: Shapes,
         device: torch.device,
-        groups: Mapping[str, Group],
+        ranks: "Ranks",
         *,
         executes: bool,
         any_length: bool,
     ) -> None:
-        self.groups = groups
+        self.ranks = ranks
         self.example = example
         self.stacks = stacks
         self.shapes = shapes
@@ -388,7 +398,7 @@ class _Tracer:
             yield
 
     def _run(self, point: Point, variant: Variant, labels: Mapping[str, int]) -> Parts:
-        recorder = Recorder(self.shapes, self.device, self.groups, executes=self.executes)
+        recorder = Recorder(self.shapes, self.device, self.ranks.groups, executes=self.executes)
         weights, autocast, recompute, *_ = variant
         dtype = getattr(torch, weights)
         with _without_data(self.example.module, recorder, dtype) as parameters:
@@ -411,16 +421,24 @@ class _Tracer:
                 except Exception as error:
                     if _has_no_kernel(error):
                         raise _without_kernel(recorder, error) from error
-                    why = f"{type(error).__name__}: {reason(error)}"
-                    raise _Fails(
-                        f"{_where(recorder)} fails as it is traced ({why}); give a module and an example "
-                        "that train, and code that reads no values of floats."
-                    ) from error
+                    raise self._failed(recorder, error) from error
                 self._note_unused(parameters)
         self.neglected |= recorder.neglected
         self.lacks |= recorder.lacks
         self._check_called(recorder)
         return parts_of(recorder, labels)
+
+    def _failed(self, recorder: Recorder, error: Exception) -> "_Fails":
+        """The error for code that fails."""
+        why, where = f"{type(error).__name__}: {reason(error)}", _where(recorder)
+        if self.ranks.mesh:
+            return _Fails(
+                f"{where} fails over {degrees_text(self.ranks.mesh)} ({why}); use other degrees, or one rank."
+            )
+        return _Fails(
+            f"{where} fails as it is traced ({why}); give a module and an example that train, and code that "
+            "reads no values of floats."
+        )
 
     def _check_called(self, recorder: Recorder) -> None:
         """Raise if some blocks of a stack are called and others are not."""
@@ -493,7 +511,10 @@ class _Tracer:
             for path, one in module.named_modules():
                 before.append((one, vars(one).get("forward")))
                 scope = self.common(path) or type(one).__name__
-                named = _named(recorder, one.forward, scope)
+                forward = one.forward
+                if any(placed(parameter) for parameter in one.parameters(recurse=False)):
+                    forward = _within(self.ranks.within, forward)
+                named = _named(recorder, forward, scope)
                 if one in self.units:
                     named = self._told(recorder, named, self.units[one], variant)
                 for end in ends:
@@ -583,6 +604,14 @@ def _common_names(module: nn.Module, units: Iterable[Unit]) -> dict[str, str]:
                 common = f"{unit.common}{unit.structure + 1}{name[len(unit.path) :]}"
             found[name] = common
     return found
+
+
+def _within(mode: AbstractContextManager[Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return forward(*args, **kwargs)
+
+    return within
 
 
 def _named(recorder: Recorder, forward: Callable[..., Any], scope: str) -> Callable[..., Any]:
@@ -947,7 +976,6 @@ def _model(
     limits: Point | None,
     name: str,
     max_seq_len: int | None,
-    mesh: Mapping[Group, int],
 ) -> TracedModel:
     example, module = tracer.example, tracer.example.module
     unused = tracer.unused or frozenset()
@@ -981,7 +1009,7 @@ def _model(
         unused=tuple(sorted(unused)),
         lacks=tuple(tracer.lacks),
         attention="eager" if getattr(config, "_attn_implementation", None) == "eager" else "",
-        mesh=mesh,
+        mesh=tracer.ranks.mesh,
     )
 
 

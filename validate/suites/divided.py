@@ -3,19 +3,19 @@
 Flat lists of plans, each with every module that has a trace over so many ranks (`data/traces/divided`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-from memplan.device import CPU
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of
 from memplan.errors import MemplanError
 from memplan.models import TracedModel
-from memplan.plan import Plan
 from memplan.tape import Backend
 from validate.cases import UNTIMED_STEPS, Case, divided_traces, shipped_trace, title
 from validate.gpus import Gpus
+from validate.systems.torch.architectures import is_architecture
 from validate.systems.torch.wild import PUBLISHED, wild_named
 
 ALONE: Final[tuple[dict[str, Any], ...]] = (
@@ -41,6 +41,9 @@ ARCHITECTURES: Final[tuple[dict[str, Any], ...]] = (
     {"dp": 2, "zero": 3, "micro_batch": 2, "precision": "bf16-mixed", "recompute": "full"},
 )
 """Each language model of transformers."""
+
+UNEVEN: Final = "hf-llama-odd"
+"""A module whose sizes the ranks do not divide: `tests/test_divided.py` compares the first rank."""
 
 AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16", "recompute": "full"},
@@ -70,35 +73,27 @@ def gpu_divided(gpus: Gpus | None) -> tuple[Case, ...]:
     backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
     found = []
     for name, tp in divided_traces():
-        for options in AT_TRUE_SIZE if name in PUBLISHED else ():
-            plan = plan_of(**options, tp=tp, seq_len=wild_named(name).seq_len)
-            case = _case(shipped_trace(name, tp), plan)
-            case = replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend, rank=0)
-            found.append(replace(case, steps=UNTIMED_STEPS, timeout_s=600.0))
+        if name in PUBLISHED:
+            for case in _cases(shipped_trace(name, tp), tp, AT_TRUE_SIZE, wild_named(name).seq_len):
+                case = replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend, rank=0)
+                found.append(replace(case, steps=UNTIMED_STEPS, timeout_s=600.0))
     return tuple(found)
 
 
 def _small(name: str, tp: int) -> Iterator[Case]:
-    """The cases of a small module; none of a published one."""
-    if name in PUBLISHED:
-        return
-    model, is_architecture = shipped_trace(name, tp), name.startswith("hf-causal-")
-    plans = ARCHITECTURES if is_architecture else ALONE if tp > 2 else (*ALONE, *MIXED)
+    """The cases of a small module; none of a published one, or of one whose ranks differ."""
+    if name not in (*PUBLISHED, UNEVEN):
+        plans = ARCHITECTURES if is_architecture(name) else ALONE if tp > 2 else (*ALONE, *MIXED)
+        yield from _cases(shipped_trace(name, tp), tp, plans)
+
+
+def _cases(
+    model: TracedModel, tp: int, plans: Iterable[dict[str, Any]], seq_len: int | None = None
+) -> Iterator[Case]:
+    """A case for each plan that is allowed: tied models have no pipelines, say."""
     for options in plans:
-        plan = plan_of(**options, tp=tp, seq_len=model.max_seq_len)
-        if _may_run(model, plan):
-            yield _case(model, plan)
-
-
-def _may_run(model: TracedModel, plan: Plan) -> bool:
-    """Whether a plan is allowed: tied models have no pipelines, say."""
-    try:
-        check_plan(model, plan, CPU)
-    except MemplanError:
-        return False
-    return True
-
-
-def _case(model: TracedModel, plan: Plan) -> Case:
-    name = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
-    return Case(name=name, model=model, plan=plan, timeout_s=240.0)
+        plan = plan_of(**options, tp=tp, seq_len=seq_len or model.max_seq_len)
+        with suppress(MemplanError):
+            check_plan(model, plan)
+            name = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
+            yield Case(name=name, model=model, plan=plan, timeout_s=240.0)

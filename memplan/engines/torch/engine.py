@@ -63,7 +63,7 @@ class TorchEngine(Engine):
                 f"{model.name} has no repeated blocks that are known: FSDP gathers it as one unit. Name its "
                 "lists of blocks, as --blocks model.layers, or memplan.trace(..., blocks='model.layers')."
             )
-        if plan.tp > 1 and not model.divides_itself:
+        if plan.tp > 1 and model.config_values() is not None:
             yield (
                 f"tp={plan.tp} divides {model.name} by its framework's own plan (of transformers: "
                 "base_model_tp_plan). What that plan does not name, such as norms, each rank has whole."

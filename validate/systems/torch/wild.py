@@ -660,10 +660,13 @@ OF_SEVERAL_KINDS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
         {**TALL, "num_hidden_layers": 6, "num_local_experts": 4, "num_experts_per_tok": 2,
          "sliding_window": 16},
     ),
+    "llama-odd": (
+        "LlamaForCausalLM", "LlamaConfig", {**GROUPED, "intermediate_size": 177, "vocab_size": 1001},
+    ),
     "t5-deep": (*LANGUAGE["t5"][:2], {**LANGUAGE["t5"][2], "num_layers": 5}),
     "bart-deep": (*LANGUAGE["bart"][:2], {**LANGUAGE["bart"][2], "encoder_layers": 4, "decoder_layers": 5}),
 }  # fmt: skip
-"""Class, class of its configuration, and sizes of models with blocks of several kinds or in two stacks."""
+"""Class, class of its configuration, and sizes: blocks of several kinds, two stacks, odd sizes."""
 
 IN_STACKS: Final[Mapping[str, Wild]] = {
     **{
@@ -763,7 +766,7 @@ def wild_trace(name: str, tp: int = 1) -> TracedModel:
         name=name,
         max_seq_len=wild.context or wild.seq_len,
         device="cuda" if of_true_size else "cpu",
-        precisions=tuple(_precisions(name)),
+        precisions=("bf16", "bf16-mixed") if of_true_size and tp > 1 else tuple(_precisions(name)),
         mesh={"tp": tp},
     )
     if of_true_size and wild.inputs is _tokens:
@@ -779,8 +782,7 @@ def _config_text(module: Any) -> str:
 
 def _precisions(name: str) -> Iterator[str]:
     """The precisions that a module is traced in: architectures in those that they are run in."""
-    if name not in WIDE:
-        yield "fp32"
+    yield "fp32"
     if not is_architecture(name) and name not in IN_STACKS:
         yield "bf16"
     yield "bf16-mixed"
