@@ -24,7 +24,7 @@ from memplan.hardware import (
     resolve_cluster,
 )
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants, most_by_kind
-from memplan.mesh import axis_names
+from memplan.mesh import axis_names, with_several
 from memplan.models import Model, TracedModel, implemented, model_dict, parameter_count, resolve
 from memplan.models.families import implementations_of
 from memplan.plan import (
@@ -736,7 +736,7 @@ def estimate(
     kernels = device or device_of(cluster).type
     if example_inputs is not None:
         model = {"module": model, "example_inputs": example_inputs, "targets": targets, "loss": loss}
-    mesh = {"tp": tp} if checked_count("tp", tp, most=LARGEST_CLUSTER) > 1 else {}
+    mesh = with_several(tp=checked_count("tp", tp, most=LARGEST_CLUSTER))
     model = resolve(model, implementation, kernels, precisions=(precision,), cache=cache, mesh=mesh)
     if dp is None:
         given = asked | options

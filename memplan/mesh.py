@@ -100,6 +100,15 @@ def _ordered(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def with_several(**sizes: int) -> dict[str, int]:
+    """The axes with several ranks, of these.
+
+    >>> with_several(tp=8), with_several(tp=1)
+    ({'tp': 8}, {})
+    """
+    return {axis: n for axis, n in sizes.items() if n > 1}
+
+
 @lru_cache(maxsize=16)
 def replica_axes(names: tuple[str, ...]) -> tuple[str, ...]:
     """The axes among these whose ranks divide the global batch between them."""

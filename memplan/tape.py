@@ -24,6 +24,7 @@ from memplan.kernels import (
     product_workspace_bytes,
     reduction_scratch,
 )
+from memplan.mesh import with_several
 from memplan.placements import WHOLE, Partial, Placement, Placements, Replicate, Shard, changed, shown
 from memplan.record import (
     AccumulateGrad,
@@ -115,7 +116,7 @@ class OpContext:
     @property
     def mesh(self) -> dict[str, int]:
         """The sizes of the mesh axes that operations divide tensors over."""
-        return {"tp": self.tp} if self.tp > 1 else {}
+        return with_several(tp=self.tp)
 
     @property
     def stream(self) -> Placement:

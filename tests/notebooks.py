@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 FOLDER: Final = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS: Final = sorted(FOLDER.glob("*.ipynb"))
 
-MOST_CELL_S: Final = 120
+MOST_CELL_S: Final = 300
 """Seconds after which a cell is given up, on a machine that may be busy with other work."""
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from memplan.device import Device
 from memplan.engines.base import ENGINES, Costs, DataParallelism, PartCosts
 from memplan.hardware import Cluster
-from memplan.mesh import Group
+from memplan.mesh import Group, with_several
 from memplan.models import Layers, Model, divided
 from memplan.orders import Stages
 from memplan.plan import N_MOMENTS, RECOMPUTES, Plan, stage_layers
@@ -307,8 +307,7 @@ def _by_division(model: Model, grid: Grid, device: Device) -> Iterator[tuple[Mod
         yield model, np.ones(tps.shape, np.bool_)
         return
     for tp in np.unique(tps).tolist():
-        mesh = {"tp": tp} if tp > 1 else {}
-        yield divided(model, mesh, device.type, grid.base.precision), tps == tp
+        yield divided(model, with_several(tp=tp), device.type, grid.base.precision), tps == tp
 
 
 def _numbered(*columns: Column) -> tuple[list[tuple[int, ...]], Column]:

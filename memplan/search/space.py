@@ -14,7 +14,7 @@ from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.checks import check_plan
 from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
-from memplan.mesh import Mesh, axis_names
+from memplan.mesh import Mesh, axis_names, with_several
 from memplan.models import Model, divided
 from memplan.plan import RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
@@ -138,7 +138,7 @@ class Space:
         for tp in self._within_node():
             if not any(size % tp for size in sizes):
                 try:
-                    divided(self.model, {"tp": tp} if tp > 1 else {}, self.device, self.base.precision)
+                    divided(self.model, with_several(tp=tp), self.device, self.base.precision)
                 except MemplanError as error:
                     found[tp] = str(error)
         return found

@@ -33,19 +33,19 @@ class Called(NamedTuple):
     operand: int | None = 0
 
 
-if dist.is_available():
-    FUNCTIONAL, IN_PLACE = torch.ops._c10d_functional, torch.ops.c10d
-    CALLS: Final[Mapping[Any, Called]] = {
-        FUNCTIONAL.all_reduce.default: Called("all_reduce", 2),
-        FUNCTIONAL.all_gather_into_tensor.default: Called("all_gather", 2, None),
-        FUNCTIONAL.reduce_scatter_tensor.default: Called("reduce_scatter", 3),
-        FUNCTIONAL.all_to_all_single.default: Called("all_to_all", 3),
-        IN_PLACE.allreduce_.default: Called("all_reduce", 1),
-        IN_PLACE._allgather_base_.default: Called("all_gather", 2),
-        IN_PLACE._reduce_scatter_base_.default: Called("reduce_scatter", 2, 1),
-        IN_PLACE.alltoall_base_.default: Called("all_to_all", 2, 1),
-    }
-    """The operations of which memplan knows what they send."""
+FUNCTIONAL, IN_PLACE = torch.ops._c10d_functional, torch.ops.c10d
+
+CALLS: Final[Mapping[Any, Called]] = {
+    FUNCTIONAL.all_reduce.default: Called("all_reduce", 2),
+    FUNCTIONAL.all_gather_into_tensor.default: Called("all_gather", 2, None),
+    FUNCTIONAL.reduce_scatter_tensor.default: Called("reduce_scatter", 3),
+    FUNCTIONAL.all_to_all_single.default: Called("all_to_all", 3),
+    IN_PLACE.allreduce_.default: Called("all_reduce", 1),
+    IN_PLACE._allgather_base_.default: Called("all_gather", 2),
+    IN_PLACE._reduce_scatter_base_.default: Called("reduce_scatter", 2, 1),
+    IN_PLACE.alltoall_base_.default: Called("all_to_all", 2, 1),
+}
+"""The operations of which memplan knows what they send."""
 
 
 def is_in_place(func: Any) -> bool:

@@ -4,7 +4,9 @@ The file says sizes only: code that it names (`auto_map`) is never fetched or ru
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final
 from unittest.mock import patch
@@ -77,7 +79,7 @@ def traced_from_config(
         InvalidValue: values with which transformers' own code fails.
         MissingRule: for code that cannot be traced.
     """
-    with installed("this architecture", "huggingface"):
+    with installed("this architecture", "huggingface"), without_remarks():
         transformers: Any = import_module("transformers")
     kind = config.value("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
@@ -87,7 +89,7 @@ def traced_from_config(
     task, class_name = _class_of(kind, config.architecture)
     own = {k: v for k, v in config.values.items() if k not in NOT_READ and not k.startswith("_")}
     offline = patch.object(import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
-    with installed(f"transformers' {class_name}", "huggingface"):
+    with installed(f"transformers' {class_name}", "huggingface"), without_remarks():
         its_class = getattr(transformers, class_name)
     try:
         with offline, _Unfilled():
@@ -110,6 +112,14 @@ def traced_from_config(
             f"fails in transformers {transformers.__version__} ({class_name}: {reason(error)}); use the "
             "model's own config.json."
         ) from error
+
+
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """A block in which nobody is told what transformers' own imports say of progress bars in notebooks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        yield
 
 
 def inputs_of(module: nn.Module) -> Mapping[str, Tensor] | None:

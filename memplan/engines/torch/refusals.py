@@ -9,6 +9,7 @@ from memplan.engines.recorded import checked_cut
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.engines.torch.options import FSDP1_OPTIONS, TorchOptions, torch_options, weight_dtype
 from memplan.errors import MissingRule, PlanRefused
+from memplan.mesh import with_several
 from memplan.models import Model, TracedModel, ends_are_tied, not_divided, not_divided_so
 from memplan.models.traced import Ends
 from memplan.plan import Plan
@@ -361,8 +362,7 @@ def _check_traced(model: Model, plan: Plan) -> None:
     options = torch_options(plan)
     integers, narrow = model.integer_dtypes, model.narrow_dtypes
     other_release = not model.made_with.startswith(f"torch {options.torch_version}.")
-    mesh = {"tp": plan.tp} if plan.tp > 1 else {}
-    if mesh != model.mesh and not model.config:
+    if (mesh := with_several(tp=plan.tp)) != model.mesh and not model.config:
         raise not_divided_so(model, mesh)
     traced_alone = (
         (plan.pp > 1 and not model.n_layers, f"pp={plan.pp}", "pp=1: it has no blocks"),

@@ -16,6 +16,7 @@ from memplan.engines.torch.sharding import padded_shard_elements, shard_elements
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
+from memplan.mesh import with_several
 from memplan.models import Layers, Model, TracedModel, divided
 from memplan.models.base import Role as BlockRole
 from memplan.plan import MOMENTS, N_MOMENTS, Plan, Rank, stage_layers
@@ -35,7 +36,7 @@ StageKind = tuple[bool, bool, tuple[Layers, ...]]
 
 def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
     """The model as a tensor rank has it; one that is traced so is checked as any trace is."""
-    found = divided(model, {"tp": plan.tp} if plan.tp > 1 else {}, device.type, plan.precision)
+    found = divided(model, with_several(tp=plan.tp), device.type, plan.precision)
     if found is not model:
         check_trace(found, plan)
     return found
