@@ -159,6 +159,7 @@ def test_a_trace_holds_for_its_degrees():
         ({"parallelize": None}, "Mlp has no plan of its own; say what divides it"),
         ({"mesh": {"to": 2}}, "unknown axis of a mesh that a module is divided over 'to'. Known: tp"),
         ({"mesh": {"tp": 0}}, "tp=0 is not allowed"),
+        ({"device": "cuda", "executed": True}, "leave one of them out"),
         (
             {"parallelize": lambda module, mesh: parallelize_module(module, mesh["dp"], {})},
             r"Mlp cannot be divided over tp=2 \(.*dp.*\); use one rank, other degrees, or a function",

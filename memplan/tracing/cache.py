@@ -83,7 +83,7 @@ def _traced(asked: Request) -> TracedModel:
     config, mesh = Config(json.loads(asked.text)), dict(asked.mesh)
     degrees = "".join(f" over {axis}={n}" for axis, n in mesh.items())
     with told(f"{config.architecture or asked.name}{degrees}", asked.device), no_collection():
-        with installed("this architecture", "huggingface"):
+        with installed(f"{asked.name}{degrees}" if mesh else "this architecture", "huggingface"):
             from memplan.tracing import huggingface
         found = huggingface.traced_from_config(config, asked.name, asked.device, asked.precisions, mesh)
     return replace(found, config=asked.text)

@@ -32,6 +32,7 @@ from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.traced import TracedModel
 from memplan.tracing.cuda import CUDA
+from memplan.tracing.divided import degrees_text
 from memplan.tracing.example import checked_example
 from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
 
@@ -79,7 +80,8 @@ def traced_from_config(
         InvalidValue: values with which transformers' own code fails.
         MissingRule: for code that cannot be traced.
     """
-    with installed("this architecture", "huggingface"), without_remarks():
+    what = f"{name} over {degrees_text(mesh)}" if mesh else "this architecture"
+    with installed(what, "huggingface"), without_remarks():
         transformers: Any = import_module("transformers")
     kind = config.value("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:

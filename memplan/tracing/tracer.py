@@ -146,6 +146,12 @@ def trace(
         InvalidValue: for a module or an example that cannot be used, and why.
         MissingRule: for a module whose passes depend on values of floats.
     """
+    ranks = checked_mesh(mesh or {})
+    if executed and ranks:
+        raise InvalidValue(
+            f"executed=True runs the module on one GPU, and mesh={shown_value(ranks)} divides it; leave one "
+            "of them out."
+        )
     runs_on = _checked_device(device, executed=executed)
     example = checked_example(module, example_inputs, loss, targets, sequence)
     return traced(
@@ -156,7 +162,7 @@ def trace(
         max_seq_len,
         name,
         executed=executed,
-        mesh=checked_mesh(mesh or {}),
+        mesh=ranks,
         parallelize=parallelize,
     )
 
