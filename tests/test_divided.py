@@ -1,5 +1,6 @@
 """Modules divided over tensor ranks by their own framework's plan: traced, planned, searched."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -211,3 +212,19 @@ def test_sizes_that_ranks_do_not_divide_are_planned_for_the_rank_with_the_larges
     for figure in ("weights_bytes", "optimizer_bytes", "peak_bytes"):
         assert all(said[figure] == found[figure] for said, found in ranks[::2])
         assert all(said[figure] > found[figure] > 0.97 * said[figure] for said, found in ranks[1::2])
+
+
+def test_the_command_line_traces_a_config_json_over_tensor_ranks(tmp_path):
+    from click.testing import CliRunner
+
+    from memplan.cli import commands
+
+    config, out = tmp_path / "config.json", str(tmp_path / "divided.json")
+    values = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "head_dim": 16, "pad_token_id": 0}
+    config.write_text(json.dumps({**SIZES, **values, "max_position_embeddings": 256}))
+    asked = ["trace", str(config), "--out", out, "--device", "cpu"]
+    found = CliRunner().invoke(commands, [*asked, "--tp", "2"])
+    assert " over tp=2: " in found.output
+    assert model_from_trace(out).mesh == {"tp": 2}
+    for tp in ("0", "two"):
+        assert "tp=" in CliRunner().invoke(commands, [*asked, "--tp", tp]).output

@@ -4,10 +4,12 @@ from typing import get_args
 
 import click
 
-from memplan.cli.flags import blocks_option, choice_option
+from memplan.checks import LARGEST_CLUSTER, checked_count
+from memplan.cli.flags import blocks_option, choice_option, count_option
 from memplan.cli.own_module import model_of
 from memplan.cli.program import Refused, one_line
 from memplan.device import DeviceType
+from memplan.mesh import with_several
 from memplan.models import TracedModel, resolve
 from memplan.text_tables import printable
 
@@ -17,12 +19,14 @@ from memplan.text_tables import printable
 @click.option("--out", required=True, metavar="FILE", help="Where to write the trace, as JSON.")
 @choice_option("--device", get_args(DeviceType), "cuda", "Whose kernels; neither needs a GPU.")
 @blocks_option()
-def command(model: str, out: str, device: DeviceType, blocks: str | None) -> None:
+@count_option("--tp", "Tensor-parallel ranks that a module of transformers is divided over; left out: none.")
+def command(model: str, out: str, device: DeviceType, blocks: str | None, tp: int | None) -> None:
     """Traces a torch module; what is written is a MODEL of the other commands, without torch.
 
     MODEL is package.module:factory, a function as of `memplan estimate`, or a config.json that is traced.
     """
-    traced = resolve(model_of(model, blocks), device=device)
+    mesh = {} if tp is None else with_several(tp=checked_count("tp", tp, most=LARGEST_CLUSTER))
+    traced = resolve(model_of(model, blocks), device=device, mesh=mesh)
     if not isinstance(traced, TracedModel):
         raise Refused(
             f"{one_line(model)} is planned by rules and needs no trace; use package.module:factory, or the "
@@ -30,4 +34,5 @@ def command(model: str, out: str, device: DeviceType, blocks: str | None) -> Non
         )
     traced.save(out)
     sizes = f"{traced.n_parameters:,} parameters, {traced.n_layers} blocks"
-    click.echo(f"{printable(traced.name)}: {sizes}, for {traced.device}; {out}")
+    divided = "".join(f" over {axis}={n}" for axis, n in traced.mesh.items())
+    click.echo(f"{printable(traced.name)}{divided}: {sizes}, for {traced.device}; {out}")
