@@ -105,7 +105,7 @@ def own_plan(module: nn.Module) -> Parallelize:
 def by_plan_of_transformers(module: Any, mesh: DeviceMesh) -> None:
     """Divide a module of transformers over the axis "tp" as `from_pretrained(distributed_config=...)` does.
 
-    It ties weights when they are divided.
+    transformers ties weights only after it has divided them.
 
     Source: transformers.distributed.mixin:DistributedMixin.maybe_distribute_model.
     """

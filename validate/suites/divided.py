@@ -6,11 +6,12 @@ Flat lists of plans, each with every module that has a trace over so many ranks 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, Final
 
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of
-from memplan.errors import MemplanError
+from memplan.errors import InvalidValue, MemplanError
 from memplan.models import TracedModel
 from memplan.tape import Backend
 from validate.cases import UNTIMED_STEPS, Case, divided_traces, shipped_trace, title
@@ -62,7 +63,16 @@ AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
 
 
 def divided() -> tuple[Case, ...]:
-    """Small modules on CPU ranks."""
+    """Small modules on CPU ranks.
+
+    Raises:
+        InvalidValue: if transformers is not installed.
+    """
+    if find_spec("transformers") is None:
+        raise InvalidValue(
+            "suite='divided' is not possible: it runs modules of transformers, not installed here; use pip "
+            "install 'memplan[huggingface]'."
+        )
     return tuple([case for name, tp in divided_traces() for case in _small(name, tp)])
 
 
