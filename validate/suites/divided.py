@@ -68,16 +68,17 @@ def divided() -> tuple[Case, ...]:
     Raises:
         InvalidValue: if transformers is not installed.
     """
-    if find_spec("transformers") is None:
-        raise InvalidValue(
-            "suite='divided' is not possible: it runs modules of transformers, not installed here; use pip "
-            "install 'memplan[huggingface]'."
-        )
+    _check_installed()
     return tuple([case for name, tp in divided_traces() for case in _small(name, tp)])
 
 
 def gpu_divided(gpus: Gpus | None) -> tuple[Case, ...]:
-    """Published models at true size, one rank of many; without a GPU the small ones."""
+    """Published models at true size, one rank of many; without a GPU the small ones.
+
+    Raises:
+        InvalidValue: as `divided`.
+    """
+    _check_installed()
     if gpus is None:
         return divided()
     backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
@@ -88,6 +89,14 @@ def gpu_divided(gpus: Gpus | None) -> tuple[Case, ...]:
                 case = replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend, rank=0)
                 found.append(replace(case, steps=UNTIMED_STEPS, timeout_s=600.0))
     return tuple(found)
+
+
+def _check_installed() -> None:
+    if find_spec("transformers") is None:
+        raise InvalidValue(
+            "suites of divided modules run those of transformers, which is not installed here; use pip install "
+            "'memplan[huggingface]'."
+        )
 
 
 def _small(name: str, tp: int) -> Iterator[Case]:
