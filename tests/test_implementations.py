@@ -101,10 +101,12 @@ def test_implementations_have_the_same_weights():
         assert memplan.parameter_count(other) == memplan.parameter_count(preset(name))
 
 
-@pytest.mark.parametrize("asked", [{"tp": 2}, {"loss_chunks": 8}], ids=str)
-def test_what_the_code_has_no_rule_for_is_refused(asked):
+def test_what_the_code_has_no_rule_for_is_refused():
     with pytest.raises(MissingRule, match=r"has no rule for transformers 5\.23, GPT2LMHeadModel"):
-        memplan.estimate("gpt2", implementation="huggingface", **asked)
+        memplan.estimate("gpt2", implementation="huggingface", loss_chunks=8)
+    pytest.importorskip("transformers")
+    with pytest.raises(InvalidValue, match="`GPT2LMHeadModel` has no `tp_plan`"):
+        memplan.estimate("gpt2", implementation="huggingface", tp=2)
 
 
 def test_what_an_implementation_has_no_place_for_is_refused():

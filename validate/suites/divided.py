@@ -94,8 +94,8 @@ def gpu_divided(gpus: Gpus | None) -> tuple[Case, ...]:
 def _check_installed() -> None:
     if find_spec("transformers") is None:
         raise InvalidValue(
-            "suites of divided modules run those of transformers, which is not installed here; use pip install "
-            "'memplan[huggingface]'."
+            "suites of divided modules run those of transformers, which is not installed here; use pip "
+            "install 'memplan[huggingface]'."
         )
 
 
