@@ -110,7 +110,9 @@ def test_the_readmes_commands_run_outside_the_repository(installed, block, tmp_p
 
 
 @pytest.mark.parametrize(
-    "block", re.findall(r"```python\n(.*?)\n```", README, re.DOTALL), ids=["a preset", "a module"]
+    "block",
+    re.findall(r"```python\n(.*?)\n```", README, re.DOTALL),
+    ids=["a preset", "a module", "tensor ranks"],
 )
 def test_the_readmes_python_runs_outside_the_repository(installed, block, tmp_path):
     (tmp_path / "block.py").write_text(block)
