@@ -109,6 +109,15 @@ def with_several(**sizes: int) -> dict[str, int]:
     return {axis: n for axis, n in sizes.items() if n > 1}
 
 
+def degrees_text(mesh: Mapping[Group, int]) -> str:
+    """The degree of each axis as text, or "one rank".
+
+    >>> degrees_text({"tp": 8}), degrees_text({})
+    ('tp=8', 'one rank')
+    """
+    return ", ".join(f"{axis}={n}" for axis, n in mesh.items()) or "one rank"
+
+
 @lru_cache(maxsize=16)
 def replica_axes(names: tuple[str, ...]) -> tuple[str, ...]:
     """The axes among these whose ranks divide the global batch between them."""

@@ -9,7 +9,7 @@ from memplan.cli.flags import blocks_option, choice_option, count_option
 from memplan.cli.own_module import model_of
 from memplan.cli.program import Refused, one_line
 from memplan.device import DeviceType
-from memplan.mesh import with_several
+from memplan.mesh import degrees_text, with_several
 from memplan.models import TracedModel, resolve
 from memplan.text_tables import printable
 
@@ -34,5 +34,5 @@ def command(model: str, out: str, device: DeviceType, blocks: str | None, tp: in
         )
     traced.save(out)
     sizes = f"{traced.n_parameters:,} parameters, {traced.n_layers} blocks"
-    divided = "".join(f" over {axis}={n}" for axis, n in traced.mesh.items())
+    divided = f" over {degrees_text(traced.mesh)}" if traced.mesh else ""
     click.echo(f"{printable(traced.name)}{divided}: {sizes}, for {traced.device}; {out}")

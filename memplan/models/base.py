@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.device import Device
 from memplan.errors import InvalidValue, MissingRule, divisors_text, shown_value
-from memplan.mesh import Group
+from memplan.mesh import Group, degrees_text
 from memplan.ops import cross_entropy
 from memplan.shapes import INT64, Buffer, buffer_of
 from memplan.tape import Tensor
@@ -209,10 +209,9 @@ class Model(ABC):
 
 def not_divided_so(model: Model, mesh: Mapping[Group, int]) -> MissingRule:
     """The error for degrees that a module was not traced with."""
-    asked, known = (", ".join(f"{axis}={n}" for axis, n in each.items()) for each in (mesh, model.mesh))
     return MissingRule(
-        f"{asked or 'one rank'}: {model.name} was traced with {known or 'one rank'}, and no rule says what "
-        "other degrees change; trace it with memplan.trace(..., mesh={...}), or use the traced ones.",
+        f"{degrees_text(mesh)}: {model.name} was traced with {degrees_text(model.mesh)}, and no rule says "
+        "what other degrees change; trace it with memplan.trace(..., mesh={...}), or use the traced ones.",
         kind="a traced model over degrees that it was not traced with",
     )
 

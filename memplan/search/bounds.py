@@ -301,7 +301,7 @@ def bounds(model: Model, grid: Grid, cluster: Cluster, time_model: Roofline) -> 
 
 
 def _by_division(model: Model, grid: Grid, device: Device) -> Iterator[tuple[Model, NDArray[np.bool_]]]:
-    """The model as tensor ranks have it, and the grid's cells of so many ranks."""
+    """For each tensor-parallel degree: the model divided by it, and a mask of the grid's cells with it."""
     tps = grid.cells["tp"]
     if model.divides_itself:
         yield model, np.ones(tps.shape, np.bool_)

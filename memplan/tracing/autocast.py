@@ -127,10 +127,10 @@ def _cast(
 
 
 class OfWrappers(TorchFunctionMode):
-    """CUDA's autocast for DTensors, whose device in C++ is the one that C++ is told of their local tensors.
+    """CUDA's autocast for DTensors of tensors without data.
 
-    It casts what functions of Python are called with; DTensors of a GPU that is there need none of this. What
-    Python code itself asks for on `meta`, as a shape's strides, is there and not on the GPU.
+    C++ code sees such a DTensor on `meta` and does not call CUDA's autocast, so this mode casts the arguments
+    of Python functions. A call with `device="meta"` runs outside the trace, as it takes no GPU memory.
     """
 
     def __init__(self, packets: Set[str], casts: Casts, is_eligible: Callable[[Any], bool]) -> None:
@@ -148,13 +148,10 @@ class OfWrappers(TorchFunctionMode):
                 "attention of DTensors has no rule for CUDA; hand it local tensors (use_local_output=True).",
                 kind="a traced module that calls attention with DTensors",
             )
-        if name in OWN_TYPE and "dtype" not in named:
-            return func(*args, **named, dtype=torch.float32)
-        return func(*args, **named) if name in OWN_TYPE else self._cast(func, name, args, named)
+        if name in OWN_TYPE:
+            return func(*args, **{"dtype": torch.float32, **named})
+        args, named = _cast(name, args, named, *self._how)
+        return func(*args, **named)
 
     def _applies(self, name: str) -> bool:
         return (torch.is_autocast_enabled("cuda") and name in self._packets) or name == ATTENTION
-
-    def _cast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        args, kwargs = _cast(name, args, kwargs, *self._how)
-        return func(*args, **kwargs)

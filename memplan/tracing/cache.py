@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 from memplan.device import DeviceType
 from memplan.errors import MemplanError, installed
 from memplan.files import file_text
-from memplan.mesh import Group
+from memplan.mesh import Group, degrees_text
 from memplan.models.config import Config
 from memplan.models.traced import LARGEST_TRACE_BYTES, TracedModel, model_of_text
 
@@ -81,7 +81,7 @@ def _kept(asked: Request) -> TracedModel:
 
 def _traced(asked: Request) -> TracedModel:
     config, mesh = Config(json.loads(asked.text)), dict(asked.mesh)
-    degrees = "".join(f" over {axis}={n}" for axis, n in mesh.items())
+    degrees = f" over {degrees_text(mesh)}" if mesh else ""
     with told(f"{config.architecture or asked.name}{degrees}", asked.device), no_collection():
         with installed(f"{asked.name}{degrees}" if mesh else "this architecture", "huggingface"):
             from memplan.tracing import huggingface

@@ -14,9 +14,9 @@ from memplan.tracing.shapes import dtype_name, tensors
 
 
 class Sent(NamedTuple):
-    """A collective over an axis of the mesh; `shape` and `dtype` are of its operand.
+    """A collective over an axis of the mesh, with the shape and dtype of one tensor that it works on.
 
-    Of an all-gather or a reduce-scatter they are those of the full tensor.
+    For an all-gather this is the output, for any other collective the input.
     """
 
     kind: CollectiveKind

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from memplan.errors import InvalidValue, MemplanError, reason
-from memplan.mesh import Group
+from memplan.mesh import Group, degrees_text
 from memplan.models.traced import Placed
 from memplan.placements import Partial, Placement, Replicate, Shard
 
@@ -47,15 +47,6 @@ def divided(
             ) from error
         groups = {str(ranks[axis].get_group().group_name): axis for axis in mesh}
         yield (made if isinstance(made, nn.Module) else own), groups
-
-
-def degrees_text(mesh: Mapping[Group, int]) -> str:
-    """The ranks along each axis as text.
-
-    >>> degrees_text({"tp": 8})
-    'tp=8'
-    """
-    return ", ".join(f"{axis}={n}" for axis, n in mesh.items())
 
 
 def copied(module: nn.Module) -> nn.Module:

@@ -27,12 +27,11 @@ from memplan.errors import (
     shown_value,
     unknown_name,
 )
-from memplan.mesh import Group
+from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.traced import TracedModel
 from memplan.tracing.cuda import CUDA
-from memplan.tracing.divided import degrees_text
 from memplan.tracing.example import checked_example
 from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
 

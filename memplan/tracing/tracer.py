@@ -26,7 +26,7 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from memplan.checks import checked_choice, checked_count
 from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, reason, shown_value, unknown_name
-from memplan.mesh import Group
+from memplan.mesh import Group, degrees_text
 from memplan.models.base import BLOCKS, Layers
 from memplan.models.traced import (
     RECOMPUTES,
@@ -43,7 +43,7 @@ from memplan.models.traced import (
 )
 from memplan.tracing.cache import no_collection, setting
 from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
-from memplan.tracing.divided import Parallelize, degrees_text, divided, local, own_plan, placed, wrapped
+from memplan.tracing.divided import Parallelize, divided, local, own_plan, placed, wrapped
 from memplan.tracing.example import Example, Loss, Stack, checked_example, stacks_of, structure_of
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section, Unit, Unlike
 from memplan.tracing.shapes import Shapes, dtype_name

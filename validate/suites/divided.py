@@ -1,6 +1,6 @@
 """Other people's modules divided over tensor ranks by their own framework's plan, beside other axes.
 
-Flat lists of plans, each with every module that has a trace over so many ranks (`data/traces/divided`).
+The plans are flat lists. A plan runs with every module whose trace for its `tp` is in `data/traces/divided`.
 """
 
 from collections.abc import Iterable, Iterator

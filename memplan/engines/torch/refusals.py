@@ -345,7 +345,7 @@ def _check_recordings(model: Model, plan: Plan) -> None:
 
 
 def _raise_first(model: Model, not_traced: Iterable[tuple[bool, str, str]]) -> None:
-    """Raise for the first of these that is asked for: whether it is, what it is, and another way."""
+    """Raise for the first feature that the plan uses; rows are (is used, feature, alternative)."""
     for asked, what, other in not_traced:
         if asked:
             raise MissingRule(

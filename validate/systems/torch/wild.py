@@ -581,11 +581,6 @@ WIDE: Final[Mapping[str, Wild]] = {
         "Llama", 1, 4096, width=8192, ff=28_672, layers=80, heads=64, vocabulary=128_256,
         num_key_value_heads=8, max_position_embeddings=8192,
     ),
-    "qwen3-235b-a22b": _llama_like(
-        "Qwen3Moe", 1, 4096, width=4096, ff=12_288, layers=94, heads=64, vocabulary=151_936,
-        num_key_value_heads=4, head_dim=128, max_position_embeddings=40_960,
-        moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
-    ),
 }  # fmt: skip
 """Published models, with the sizes of their own config.json, that are traced divided alone."""
 
