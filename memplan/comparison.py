@@ -9,7 +9,7 @@ from memplan.engines.options import not_usual
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate
 from memplan.hardware import VERDICTS
-from memplan.mesh import axis_names, inner_first
+from memplan.mesh import VIEWS, axis_names, inner_first
 from memplan.tables import SAID, notes_text, verdict_text
 from memplan.text_tables import text_table, wrapped
 from memplan.units import human_bytes, in_unit, table_unit
@@ -90,7 +90,7 @@ def plan_text(estimated: Estimate) -> str:
     parts = [str(plan.mesh)]
     if plan.pp > 1:
         parts.append(f"schedule={plan.schedule}")
-    said = (*axis_names(), "micro_batch", "global_batch", "seq_len", "schedule")
+    said = (*axis_names(), *VIEWS, "micro_batch", "global_batch", "seq_len", "schedule")
     parts += [f"{name}={value}" for name, value in not_usual(plan).items() if name not in said]
     return ", ".join([*parts, f"micro_batch={plan.micro_batch}"])
 

@@ -647,6 +647,7 @@ def estimate(
     tp: int = 1,
     pp: int = 1,
     dp_replicate: int = 1,
+    ep: int = 1,
     zero: int = 0,
     sequence_parallel: bool = False,
     micro_batch: int = 1,
@@ -684,6 +685,7 @@ def estimate(
         tp: tensor-parallel ranks.
         pp: ranks of a pipeline.
         dp_replicate: replicas of the `dp` ranks that shard between them (HSDP).
+        ep: expert-parallel ranks, which hold different experts: each `ep` neighbours of the dp x tp ranks.
         zero: 0 DDP, 1 optimizer state, 2 + gradients, 3 + weights.
         sequence_parallel: divide the sequence over the tensor axis between its regions.
         micro_batch: sequences per micro-batch and replica.
@@ -736,7 +738,8 @@ def estimate(
     kernels = device or device_of(cluster).type
     if example_inputs is not None:
         model = {"module": model, "example_inputs": example_inputs, "targets": targets, "loss": loss}
-    mesh = with_several(tp=checked_count("tp", tp, most=LARGEST_CLUSTER))
+    degrees = {name: checked_count(name, n, most=LARGEST_CLUSTER) for name, n in (("tp", tp), ("ep", ep))}
+    mesh = with_several(**degrees)
     model = resolve(model, implementation, kernels, precisions=(precision,), cache=cache, mesh=mesh)
     if dp is None:
         given = asked | options

@@ -4,8 +4,12 @@
 read from it. Another package adds an axis by an entry point of the group `memplan.axes` (see
 `memplan.registry`), whose object is an `Axis`.
 
-A *group* is an axis, several neighbouring axes as one ("dp_replicate x dp"), all ranks (`WORLD`), or a rank
-and its host (`HOST`). Sizes are whole numbers, or NumPy arrays over plans.
+A *view* (`VIEWS`) is another division of the ranks of neighbouring axes: with 8 x dp and 2 x tp, ep=4 are
+groups of 4 of these 16 ranks, and efsdp are the 4 ranks that have the same place in their groups.
+
+A *group* is an axis, a view or what it leaves ("efsdp"), several neighbouring axes as one
+("dp_replicate x dp"), all ranks (`WORLD`), or a rank and its host (`HOST`). Sizes are whole numbers, or NumPy
+arrays over plans.
 """
 
 from collections.abc import Iterator, Mapping
@@ -87,6 +91,38 @@ AXES: Final = Registry(
 """The axes by name, memplan's own outermost first."""
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Another division of the ranks of some of memplan's own axes, the innermost ones.
+
+    Attributes:
+        text: what its ranks are, for people.
+        of: the axes whose ranks it divides; its groups are neighbours.
+        rest: the group of the ranks that have the same place in the view's groups.
+        waits: the part of a step's time that its traffic is counted in.
+    """
+
+    text: str
+    of: tuple[str, ...]
+    rest: Group
+    waits: Literal["tp", "dp", "pp"]
+
+
+VIEWS: Final[Mapping[str, View]] = {
+    "ep": View(
+        text="Expert-parallel ranks, which hold different experts: of the dp x tp ranks",
+        of=("dp", "tp"),
+        rest="efsdp",
+        waits="tp",
+    )
+}
+"""The views by name."""
+
+RESTS: Final[Mapping[Group, str]] = {view.rest: name for name, view in VIEWS.items()}
+"""The view that leaves each group."""
+
+
 def axis_names() -> tuple[str, ...]:
     """The names of all axes, outermost first."""
     return _ordered(AXES.names())
@@ -109,6 +145,15 @@ def with_several(**sizes: int) -> dict[str, int]:
     return {axis: n for axis, n in sizes.items() if n > 1}
 
 
+def checked_group(name: str) -> Group:
+    """The name of an axis or a view.
+
+    Raises:
+        UnknownName: there is none of this name.
+    """
+    return name if name in VIEWS else AXES.checked_name(name)
+
+
 def degrees_text(mesh: Mapping[Group, int]) -> str:
     """The degree of each axis as text, or "one rank".
 
@@ -126,21 +171,23 @@ def replica_axes(names: tuple[str, ...]) -> tuple[str, ...]:
 
 @final
 class Mesh:
-    """The numbers of ranks along the axes of a plan, or of many plans with arrays of them."""
+    """The numbers of ranks along the axes and views of a plan, or of many plans with arrays of them."""
 
-    __slots__ = ("sizes",)
+    __slots__ = ("sizes", "views")
 
     def __init__(self, sizes: Mapping[str, Any]) -> None:
         self.sizes: dict[str, Any] = {axis: sizes.get(axis, 1) for axis in axis_names()}
+        self.views: dict[str, Any] = {view: sizes.get(view, 1) for view in VIEWS}
 
     def __str__(self) -> str:
         """The mesh, for people.
 
-        >>> str(Mesh({"dp": 2, "pp": 2}))
-        'pp=2 x dp=2 x tp=1'
+        >>> str(Mesh({"dp": 2, "pp": 2})), str(Mesh({"dp": 8, "ep": 4}))
+        ('pp=2 x dp=2 x tp=1', 'pp=1 x dp=8 x tp=1, ep=4')
         """
         shown = [(axis, n) for axis, n in self.sizes.items() if n > 1 or not AXES.named(axis).hidden_if_one]
-        return TIMES.join(f"{axis}={n}" for axis, n in shown)
+        axes = TIMES.join(f"{axis}={n}" for axis, n in shown)
+        return ", ".join([axes, *[f"{view}={n}" for view, n in self.views.items() if n > 1]])
 
     @property
     def n_ranks(self) -> Any:
@@ -159,12 +206,15 @@ class Mesh:
 
     @property
     def n_communicators(self) -> Any:
-        """NCCL communicators: one for each axis with several ranks, and one for all where there are several.
+        """NCCL communicators: one for each axis and view with several ranks, and for what a view leaves.
+
+        There is one for all ranks where there are several.
 
         >>> [Mesh(sizes).n_communicators for sizes in ({}, {"dp": 8}, {"pp": 2, "dp": 2, "tp": 8})]
         [0, 1, 4]
         """
-        n = sum(1 * (size > 1) for size in self.sizes.values())
+        n = sum(1 * (size > 1) for size in (*self.sizes.values(), *self.views.values()))
+        n += sum(1 * (self.views[view] > 1) * (self.size(rest) > 1) for rest, view in RESTS.items())
         return n + 1 * (n > 1)
 
     def size(self, group: Group) -> Any:
@@ -175,6 +225,11 @@ class Mesh:
         """
         if group in self.sizes:
             return self.sizes[group]
+        if group in self.views:
+            return self.views[group]
+        if group in RESTS:
+            view = RESTS[group]
+            return prod([self.sizes[axis] for axis in VIEWS[view].of]) // self.views[view]
         match group:
             case "world":
                 return self.n_ranks
@@ -189,8 +244,10 @@ class Mesh:
             UnknownName: an axis that there is not.
             InvalidValue: axes that are no neighbours, whose ranks have no common distance.
         """
-        if group == WORLD:
+        if group == WORLD or group in self.views:
             return 1
+        if group in RESTS:
+            return self.views[RESTS[group]]
         names, axes = list(self.sizes), [AXES.checked_name(axis) for axis in group.split(TIMES)]
         places = [names.index(axis) for axis in axes]
         if places != list(range(places[0], places[0] + len(places))):
@@ -213,7 +270,7 @@ class Mesh:
 
 
 def inner_first(groups: Mapping[Group, Any]) -> Iterator[Group]:
-    """Groups from the innermost axis to the outermost, then of several axes, all ranks, the host.
+    """Groups from the innermost axis to the outermost, then views, of several axes, all ranks, the host.
 
     Raises:
         UnknownName: an axis that there is not.
@@ -221,10 +278,22 @@ def inner_first(groups: Mapping[Group, Any]) -> Iterator[Group]:
     >>> list(inner_first({"host": 1, "pp": 2, "dp_replicate x dp": 4, "tp": 8}))
     ['tp', 'pp', 'dp_replicate x dp', 'host']
     """
-    names = [*reversed(axis_names()), *[group for group in groups if TIMES in group], WORLD, HOST]
+    views = *VIEWS, *RESTS
+    names = [*reversed(axis_names()), *views, *[group for group in groups if TIMES in group], WORLD, HOST]
     for unknown in set(groups).difference(names):
         AXES.checked_name(unknown)
     yield from [group for group in names if group in groups]
+
+
+def sends_along(group: Group) -> bool:
+    """Whether the ranks of a group send to the next and the previous one alone.
+
+    Raises:
+        UnknownName: an axis that there is not.
+    """
+    if group == WORLD or TIMES in group or group in (*VIEWS, *RESTS):
+        return False
+    return AXES.named(group).sends_along
 
 
 def waits_of(group: Group) -> str:
@@ -235,4 +304,6 @@ def waits_of(group: Group) -> str:
     """
     if group == HOST:
         raise UnknownName("the host is no group of ranks.")
-    return "dp" if group == WORLD else AXES.named(group.partition(TIMES)[0]).waits
+    if group in VIEWS:
+        return VIEWS[group].waits
+    return "dp" if group == WORLD or group in RESTS else AXES.named(group.partition(TIMES)[0]).waits

@@ -55,6 +55,7 @@ OPTIONS: Final = {
         "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pp_size "
         "pipeline_model_parallel_size"
     ),
+    "ep": "expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size ep_size",
     "sequence_parallel": "sp",
     "schedule": "pipeline_schedule pipeline_parallel_schedule",
     "virtual_stages": "vpp vp virtual_pipeline_parallel_size",

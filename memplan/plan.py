@@ -6,7 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from memplan.checks import LARGEST_CLUSTER
-from memplan.errors import PlanRefused
+from memplan.errors import PlanRefused, divisors_text
 from memplan.fields import (
     Choice,
     Count,
@@ -19,7 +19,7 @@ from memplan.fields import (
     described,
     described_fields,
 )
-from memplan.mesh import AXES, Mesh, axis_names, replica_axes
+from memplan.mesh import AXES, VIEWS, Mesh, axis_names, replica_axes
 from memplan.precisions import PRECISIONS, Precision
 from memplan.schedules import SCHEDULES, Schedule
 
@@ -73,7 +73,8 @@ class Plan:
     (HSDP), `tp` tensor shards; the world is their product. `zero`: 0 replicates (DDP), 1 shards optimizer
     state, 2 gradients too, 3 weights too. A step trains on `global_batch` sequences of `seq_len` tokens, each
     replica in micro-batches of `micro_batch`; 0: one micro-batch per pipeline stage and replica. Each field's
-    `text` describes it.
+    `text` describes it. `ep` divides the dp x tp ranks anew: each group of `ep` neighbours holds all experts,
+    and the `efsdp` ranks with the same experts shard them between them.
 
     Attributes:
         recompute: what of a block is computed again in backward: "none"; "full": all, from the block's input;
@@ -96,6 +97,7 @@ class Plan:
     tp: int = described(1, ranks_along("tp"))
     pp: int = described(1, ranks_along("pp"))
     dp_replicate: int = described(1, ranks_along("dp_replicate"))
+    ep: int = described(1, Count(VIEWS["ep"].text, most=LARGEST_CLUSTER, varied=True))
     zero: int = described(
         0,
         Count(
@@ -183,7 +185,13 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The ranks along each axis."""
-        return Mesh({axis: getattr(self, axis) for axis in axis_names()})
+        return Mesh({axis: getattr(self, axis) for axis in (*axis_names(), *VIEWS)})
+
+    @property
+    def efsdp(self) -> int:
+        """The ranks that hold the same experts, and shard them between them: dp x tp / ep."""
+        n: int = self.mesh.size("efsdp")
+        return n
 
     @property
     def world_size(self) -> int:
@@ -309,6 +317,26 @@ def _check_replicas(plan: Plan) -> None:
         )
 
 
+def _check_experts(plan: Plan) -> None:
+    """Raise for expert-parallel ranks that are no whole groups.
+
+    Source: transformers.distributed.configuration_utils (`DistributedConfig._validate_mesh_config`).
+    """
+    if plan.ep == 1:
+        return
+    rule = ""
+    if plan.ep % plan.tp:
+        rule = f"is not a multiple of tp={plan.tp}, though ranks of one tensor group hold one batch"
+    elif (plan.dp * plan.tp) % plan.ep:
+        rule = f"does not divide dp x tp = {plan.dp * plan.tp}, the ranks that experts are divided over"
+    if rule:
+        times = f"tp={plan.tp} times " if plan.tp > 1 else ""
+        raise PlanRefused(
+            f"ep={plan.ep} {rule}; use {times}one of {divisors_text(plan.dp)}.",
+            kind="ep that divides the dp x tp ranks into no whole groups",
+        )
+
+
 def _check_options(plan: Plan) -> None:
     """Raise for options of a feature that the plan does not use."""
     if plan.recompute_blocks is not None and plan.recompute == "none":
@@ -330,6 +358,7 @@ PLAN_RULES: Final[tuple[Callable[[Plan], None], ...]] = (
     _check_batch,
     _check_sequence,
     _check_replicas,
+    _check_experts,
     _check_options,
 )
 """The checks of every plan, in order."""

@@ -82,6 +82,17 @@ class AddToIncoming(NamedTuple):
     buffer: Buffer
 
 
+HookKind = Literal["pre_forward", "post_forward", "pre_backward", "post_backward"]
+"""A hook of FSDP2 around a unit's passes."""
+
+
+class UnitHook(NamedTuple):
+    """The place at which FSDP2's hook of a unit within a block is called; the unit's parameters by name."""
+
+    kind: HookKind
+    parameters: tuple[str, ...]
+
+
 class ComputeKind(Enum):
     """What is computed, by PyTorch's names of operators."""
 
@@ -182,7 +193,7 @@ class Pass(NamedTuple):
     reduces: bool
 
 
-Event = Alloc | Free | AccumulateGrad | AddToIncoming | Compute | Collective
+Event = Alloc | Free | AccumulateGrad | AddToIncoming | UnitHook | Compute | Collective
 """What happens at an instant."""
 
 Counts = Mapping[Compute | Collective | Pass, int]
@@ -350,12 +361,12 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
     for event in sequence:
         kind = type(event)
         if kind is Alloc:
-            live += event[0].n_bytes  # type: ignore[index]
+            live += event[0].n_bytes  # type: ignore[index,union-attr]
             if live > high:
                 high = live
         elif kind is Free:
-            live -= event[0].n_bytes  # type: ignore[index]
-        elif kind is AccumulateGrad or kind is AddToIncoming:
+            live -= event[0].n_bytes  # type: ignore[index,union-attr]
+        elif kind is AccumulateGrad or kind is AddToIncoming or kind is UnitHook:
             continue
         kept.append(event)
     return Stretch(name, tuple(kept), (), 1, live, high)

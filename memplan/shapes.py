@@ -135,6 +135,11 @@ class Parameter:
         return bool(self.placements)
 
     @property
+    def is_of_experts(self) -> bool:
+        """Whether expert-parallel ranks hold different parts of it."""
+        return "ep" in self.placements
+
+    @property
     def is_divided(self) -> bool:
         """Whether it is sharded over a mesh axis."""
         return any(isinstance(placement, Shard) for placement in self.placements.values())

@@ -22,7 +22,7 @@ from memplan.errors import InvalidValue
 from memplan.files import toml_table
 from memplan.hardware import Cluster
 from memplan.memory import Bytes
-from memplan.mesh import AXES, HOST, TIMES, WORLD, Count, Group, inner_first, waits_of
+from memplan.mesh import HOST, Count, Group, inner_first, sends_along, waits_of
 from memplan.orders import LAST_PARTS
 from memplan.plan import Plan
 from memplan.record import Compute, Counts, Overlap, Pass
@@ -74,7 +74,7 @@ class StepTime:
     Attributes:
         compute_s: matrix products of the forward and backward passes.
         recompute_s: matrix products of forward passes that are run again.
-        tp_s: traffic over the tensor axis, which nothing hides.
+        tp_s: traffic over the tensor axis, and of tokens to experts, which nothing hides.
         dp_s: the part of traffic over the data axes, or between all ranks, that no computation hides.
         pp_s: traffic to other stages of the pipeline, which nothing hides.
         bubble_s: waiting while the pipeline fills and drains.
@@ -422,7 +422,7 @@ def links_used(plan: Plan, gpus_per_node: int) -> tuple[Yes, Yes]:
     for axis, n in mesh.sizes.items():
         stride = mesh.stride(axis)
         crosses = crosses_nodes(n, stride, gpus_per_node)
-        shares = (ranks_in_a_node(n, stride, gpus_per_node) > 1) & (not AXES.named(axis).sends_along)
+        shares = (ranks_in_a_node(n, stride, gpus_per_node) > 1) & (not sends_along(axis))
         within = within | (np.greater(n, 1) & (~crosses | shares))
         between = between | crosses
     n_ranks = np.where(np.less(mesh.n_communicators, 3), 1, mesh.n_ranks)  # of all, where several axes divide
@@ -440,8 +440,7 @@ class GroupRates(dict[Group, Quantity]):
 
     def __missing__(self, group: Group) -> Quantity:
         links = (link.bytes_per_s or inf for link in (self.cluster.intra_node, self.cluster.inter_node))
-        in_a_line = group != WORLD and TIMES not in group and AXES.named(group).sends_along
-        rate = neighbour_bytes_per_s if in_a_line else ring_bytes_per_s
+        rate = neighbour_bytes_per_s if sends_along(group) else ring_bytes_per_s
         n, stride = self.mesh.size(group), self.mesh.stride(group)
         found = rate(n, stride, self.cluster.gpus_per_node, *links)
         self[group] = found if np.ndim(found) else float(found)

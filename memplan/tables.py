@@ -12,7 +12,7 @@ from memplan.command import command_text, estimate_command
 from memplan.engines.options import not_usual
 from memplan.estimate import Estimate, StageEstimate
 from memplan.hardware import Cluster, Verdict
-from memplan.mesh import axis_names
+from memplan.mesh import VIEWS, axis_names
 from memplan.plan import Plan
 from memplan.shapes import KINDS, Buffer
 from memplan.text_tables import frame, interval_text, margin_text, printable, text_table, wrapped
@@ -197,7 +197,9 @@ def _plan(estimate: Estimate) -> str:
     how = [str(plan.mesh), f"zero={plan.zero}", *(["sequence_parallel"] if plan.sequence_parallel else [])]
     how += [f"schedule={plan.schedule}"] if plan.pp > 1 else []
     options = {name: getattr(plan, name) for name in ALWAYS} | not_usual(plan)
-    how += [f"{name}={value}" for name, value in options.items() if name not in (*HEADED, *axis_names())]
+    how += [
+        f"{name}={value}" for name, value in options.items() if name not in (*HEADED, *axis_names(), *VIEWS)
+    ]
     layers = f"{model.n_blocks} layers" if model.n_blocks else "no repeated blocks"
     size = f"{estimate.n_parameters:,} parameters, {layers}; code: {model.code}"
     return "\n".join(map(wrapped, [f"{', '.join(how)}; {batch_text(plan)}", size]))

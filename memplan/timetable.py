@@ -6,6 +6,7 @@ from typing import Final, NamedTuple, final
 
 from memplan.errors import InvalidValue, MissingRule
 from memplan.estimate import Estimate, StageEstimate
+from memplan.mesh import waits_of
 from memplan.record import PassPart, Stretch
 from memplan.schedules import SCHEDULES
 from memplan.steptime import StepTime, backward_flops, forward_flops, recomputed_flops
@@ -117,7 +118,9 @@ def _sums(stretch: Stretch, of: StageEstimate) -> tuple[int, int, int, int, int]
     """A pass' forward, backward, recomputed FLOPs, and the bytes it sends over tp and pp without overlap."""
     counts = stretch.counts
     waits = [c for c in collectives(counts, of.plan) if not c.overlappable]
-    tp_bytes, pp_bytes = (sum(c.wire_bytes for c in waits if c.axis == axis) for axis in ("tp", "pp"))
+    tp_bytes, pp_bytes = (
+        sum(c.wire_bytes for c in waits if waits_of(c.axis) == part) for part in ("tp", "pp")
+    )
     return forward_flops(counts), backward_flops(counts), recomputed_flops(counts), tp_bytes, pp_bytes
 
 

@@ -36,10 +36,10 @@ ROWS: Final = (
         keywords="cp cp_size context_parallel context_parallel_size ring_attention ulysses",
     ),
     NotModelled(
-        "expert parallelism",
-        "would divide experts over ranks, and exchange tokens by all-to-all",
-        "use zero=3, which shards experts over the data-parallel ranks as it does all weights",
-        keywords="ep ep_size etp expert_parallel expert_parallel_size expert_model_parallel_size",
+        "tensor parallelism of experts",
+        "would divide each expert over ranks beside expert parallelism",
+        "use ep alone, or tp with ep=1, which divides each expert",
+        keywords="etp expert_tensor_parallel expert_tensor_parallel_size expert_tensor_parallel_degree",
     ),
     NotModelled(
         "torch.compile",
@@ -254,10 +254,9 @@ def not_modelled(what: str, name: str) -> str | None:
 
     `what`: the words for the name's kind in an error: a plan's field, or "option of a plan".
 
-    >>> print(not_modelled("option of a plan", "ep"))  # doctest: +NORMALIZE_WHITESPACE
-    ep is not modelled yet: expert parallelism would divide experts over ranks, and exchange tokens by
-    all-to-all; meanwhile use zero=3, which shards experts over the data-parallel ranks as it does all
-    weights.
+    >>> print(not_modelled("option of a plan", "etp"))  # doctest: +NORMALIZE_WHITESPACE
+    etp is not modelled yet: tensor parallelism of experts would divide each expert over ranks beside expert
+    parallelism; meanwhile use ep alone, or tp with ep=1, which divides each expert.
     >>> print(not_modelled("optimizer", "AdamW_8bit").partition(":")[0])
     optimizer='AdamW_8bit' is not modelled yet
     """

@@ -190,9 +190,9 @@ def test_a_process_of_a_job_of_its_own_divides_nothing():
 
 def test_traces_on_file_are_of_their_degrees():
     assert len(divided_traces()) >= 21
-    for name, tp in divided_traces():
-        model = shipped_trace(name, tp)
-        assert (model.name, model.mesh) == (name, {"tp": tp})
+    for one in divided_traces():
+        model = shipped_trace(*one)
+        assert (model.name, model.mesh) == (one.name, one.mesh)
 
 
 def test_implementations_that_divide_themselves_are_never_traced(monkeypatch):

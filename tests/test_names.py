@@ -206,7 +206,7 @@ def test_a_path_is_no_repository(text):
 ASKED = [
     (["--precision", "fp8"], {"precision": "fp8"}, "precision='fp8'"),
     (["--cp", "2"], {"cp": 2}, "cp"),
-    (["--ep", "8"], {"ep": 8}, "ep"),
+    (["--etp", "8"], {"etp": 8}, "etp"),
     (["--compile"], {"compile": True}, "compile"),
     (["--optimizer", "adamw8bit"], {"optimizer": "adamw8bit"}, "optimizer='adamw8bit'"),
     (["--optimizer", "paged_adamw_8bit"], {"optimizer": "paged_adamw_8bit"}, "optimizer='paged_adamw_8bit'"),

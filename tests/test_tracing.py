@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import memplan
 from memplan import Gpt, InvalidValue, Llama, MissingRule, PlanRefused, TracedModel, UnknownName
-from memplan.models.traced import model_from_trace
+from memplan.models.traced import Term, model_from_trace
 from memplan.record import Compute, ComputeKind, flops_of, unrolled
 from memplan.tracing.computed import computed_of
 from memplan.tracing.shapes import ATEN, Operation, Shapes, tensors
@@ -798,7 +798,7 @@ def test_a_module_that_needs_all_its_blocks_runs_them_all():
 
     traced = on_cpu(Counting(), torch.ones(4, 8), precisions=["fp32"])
     named = {one.name: one for one in traced.recordings[next(iter(traced.recordings))].buffers}
-    assert named["Counting: cat"].n_bytes == ((224, 1, 0),)
+    assert named["Counting: cat"].n_bytes == (Term(224, 1, 0),)
 
 
 def test_a_device_that_is_not_there_is_refused():

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from memplan.text_tables import csv_of
-from validate.cases import ARCHITECTURES, architecture_traces
+from validate.cases import ARCHITECTURES, Divided, architecture_traces
 from validate.systems.torch.architectures import architectures
 from validate.systems.torch.wild import loss_of, wild_named, wild_trace
 from validate.traces import write_packed
@@ -45,7 +45,7 @@ def trace(name: str) -> None:
     wild = wild_named(name)
     torch.manual_seed(0)
     loss_of(wild.module().train(), wild.inputs(2, wild.seq_len, torch.Generator().manual_seed(0))).backward()
-    write_packed(wild_trace(name), ARCHITECTURES / f"{name}.json.xz")
+    write_packed(wild_trace(Divided(name)), ARCHITECTURES / f"{name}.json.xz")
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
 """Cases: configurations to be run and compared."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 from memplan import Gpt, Llama, Plan, TracedModel
 from memplan.device import CPU, CPU_OF_SHAPES, Device, DeviceType
@@ -13,6 +14,7 @@ from memplan.engines.options import not_usual, plan_dict, plan_of, said_by
 from memplan.errors import InvalidValue, MemplanError, PlanRefused, unknown_name
 from memplan.files import of_file, xz_text
 from memplan.hardware import gpu
+from memplan.mesh import with_several
 from memplan.models import Decoder, Model, resolve
 from memplan.models.families import FAMILIES as FAMILIES_OF_MODELS
 from memplan.models.families import implemented
@@ -194,7 +196,7 @@ class Case:
             plan["alloc_conf"] = conf
         asked = plan_of(**plan)
         if family == TracedModel.family:
-            return Case(model=shipped_trace(model["name"], asked.tp), plan=asked, **known)
+            return Case(model=shipped_trace(model["name"], asked.tp, asked.ep), plan=asked, **known)
         return Case(model=FAMILIES[family](**model), plan=asked, **known)
 
 
@@ -298,10 +300,41 @@ DIVIDED: Final = TRACES / "divided"
 """The traces of modules that are divided over tensor ranks, compressed (`validate.traces`)."""
 
 
-def divided_traces() -> dict[tuple[str, int], Path]:
-    """The files of the traces in `DIVIDED`, by the module's name and the number of its tensor ranks."""
-    names = {path: path.name.removesuffix(".json.xz").rpartition(".tp") for path in DIVIDED.glob("*.json.xz")}
-    return {(name, int(tp)): path for path, (name, _, tp) in sorted(names.items())}
+class Divided(NamedTuple):
+    """A module's name, and the tensor- and expert-parallel ranks that it is divided over."""
+
+    name: str
+    tp: int = 1
+    ep: int = 1
+
+    def __str__(self) -> str:
+        """The name of its trace.
+
+        >>> str(Divided("hf-mixtral", tp=2, ep=4))
+        'hf-mixtral.tp2.ep4'
+        """
+        return ".".join([self.name, *[f"{axis}{n}" for axis, n in self.mesh.items()]])
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axes with several ranks."""
+        return with_several(tp=self.tp, ep=self.ep)
+
+
+def divided_named(text: str) -> Divided:
+    """What the name of a trace says.
+
+    >>> divided_named("qwen2.5-7b.tp2")
+    Divided(name='qwen2.5-7b', tp=2, ep=1)
+    """
+    parts = re.fullmatch(r"(?P<name>.*?)(\.tp(?P<tp>\d+))?(\.ep(?P<ep>\d+))?", text)
+    assert parts is not None
+    return Divided(parts["name"], int(parts["tp"] or 1), int(parts["ep"] or 1))
+
+
+def divided_traces() -> dict[Divided, Path]:
+    """The files of the traces in `DIVIDED`."""
+    return {divided_named(path.name.removesuffix(".json.xz")): path for path in sorted(DIVIDED.glob("*.xz"))}
 
 
 def architecture_traces() -> dict[str, Path]:
@@ -315,19 +348,20 @@ def trace_file(name: str) -> str:
 
 
 @cache
-def shipped_trace(name: str, tp: int = 1) -> TracedModel:
-    """The trace of one of other people's modules over `tp` ranks, which comes with the project.
+def shipped_trace(name: str, tp: int = 1, ep: int = 1) -> TracedModel:
+    """The trace of one of other people's modules over these ranks, which comes with the project.
 
     Raises:
         UnknownName: there is none of this name; a path is no name.
         InvalidValue: its file is no trace.
     """
     packed = architecture_traces()
-    if tp > 1:
+    asked = Divided(name, tp, ep)
+    if asked.mesh:
         divided = divided_traces()
-        if (name, tp) not in divided:
-            raise unknown_name("trace", f"{name}.tp{tp}", [f"{known}.tp{n}" for known, n in divided])
-        return _packed_trace(divided[name, tp])
+        if asked not in divided:
+            raise unknown_name("trace", str(asked), map(str, divided))
+        return _packed_trace(divided[asked])
     if name in packed:
         return _packed_trace(packed[name])
     plain = {path.stem for path in TRACES.glob("*.json")}
@@ -369,6 +403,7 @@ def title(model: Decoder | TracedModel, plan: Plan) -> str:
     'gpt2 tied dropout, dp2 zero3 bf16 offload'
     """
     words = [f"{axis}{plan.mesh.size(axis)}" for axis in plan.mesh.divided] or ["one rank"]
+    words += [f"{view}{n}" for view, n in plan.mesh.views.items() if n > 1]
     words += [f"zero{plan.zero}"] if plan.zero else []
     words += ["sp"] if plan.sequence_parallel else []
     words += [plan.schedule] if plan.pp > 1 else []

@@ -103,14 +103,18 @@ class CollectiveCounter(TorchDispatchMode):
         )
 
 
-def axis_of_group(mesh: DeviceMesh | None) -> dict[str, str]:
-    """The mesh axis of each process group, by the group's name; the group of all ranks is `world`."""
+def axis_of_group(*meshes: DeviceMesh | None) -> dict[str, str]:
+    """The mesh axis of each process group, by the group's name; the group of all ranks is `world`.
+
+    A group that has several names has the last one: see `validate.predict.axis_of`.
+    """
     names: dict[str, str] = {}
     if dist.is_initialized() and dist.group.WORLD is not None:
         names[str(dist.group.WORLD.group_name)] = "world"
-    if mesh is not None:
+    for mesh in filter(None, meshes):
         for axis in mesh.mesh_dim_names or ():
-            names[str(mesh.get_group(axis).group_name)] = axis
+            if mesh[axis].size() > 1:
+                names[str(mesh.get_group(axis).group_name)] = axis
     return names
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from memplan.estimate import StageEstimate, rank_estimate
+from memplan.mesh import RESTS, WORLD, Group, Mesh
 from validate.cases import Case, check_case
 from validate.collectives import Collective
 
@@ -29,6 +30,19 @@ def estimated_rank(case: Case, rank: int) -> StageEstimate:
     return rank_estimate(case.model, case.plan, case.plan.place(rank), case.kernels, case.talks_by)
 
 
+def axis_of(mesh: Mesh, group: Group) -> Group:
+    """The name under which a run counts the collectives of a group: of those of all ranks the last one.
+
+    PyTorch makes one process group of all ranks.
+
+    >>> axis_of(Mesh({"dp": 4, "ep": 4}), "dp"), axis_of(Mesh({"dp": 4, "tp": 2, "ep": 4}), "dp")
+    ('ep', 'dp')
+    """
+    if mesh.size(group) < mesh.n_ranks or not any(n > 1 for n in mesh.views.values()):
+        return group
+    return [one for one in (WORLD, *mesh.sizes, *RESTS, *mesh.views) if mesh.size(one) == mesh.n_ranks][-1]
+
+
 def prediction(case: Case, rank: int) -> Prediction:
     """The figures of `estimated_rank` that a run can confirm; copies to and from the host are no collectives.
 
@@ -41,8 +55,9 @@ def prediction(case: Case, rank: int) -> Prediction:
     for collective in estimated.collectives:
         if collective.axis == "host":
             continue
-        calls[collective.kind, collective.axis] += collective.calls
-        payload_bytes[collective.kind, collective.axis] += collective.payload_bytes
+        axis = axis_of(case.plan.mesh, collective.axis)
+        calls[collective.kind, axis] += collective.calls
+        payload_bytes[collective.kind, axis] += collective.payload_bytes
     return Prediction(
         weights_bytes=estimated.states.weights_bytes,
         grads_bytes=estimated.states.grads_bytes,

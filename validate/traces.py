@@ -1,6 +1,6 @@
 """Writes the traces of other people's modules: `python -m validate.traces [NAME ...]`.
 
-`NAME.tp8` is the module divided over eight tensor ranks.
+`NAME.tp8` is the module divided over eight tensor ranks, `NAME.ep4` over four expert-parallel ones.
 """
 
 import lzma
@@ -9,21 +9,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from memplan import TracedModel
-from validate.cases import DIVIDED, divided_traces, trace_file
+from validate.cases import DIVIDED, divided_named, divided_traces, trace_file
 from validate.systems.torch.wild import IN_SMALL, wild_trace
 
 
 def main(names: list[str]) -> None:
     """Trace these modules anew; left out: all small ones, and all divided ones that have a trace."""
-    for full_name in names or [*IN_SMALL, *(f"{name}.tp{tp}" for name, tp in divided_traces())]:
-        name, _, tp = full_name.partition(".tp")
-        model = wild_trace(name, int(tp or 1))
-        if tp:
-            write_packed(model, DIVIDED / f"{full_name}.json.xz")
+    for asked in [divided_named(name) for name in names or IN_SMALL] + [*([] if names else divided_traces())]:
+        model = wild_trace(asked)
+        if asked.mesh:
+            write_packed(model, DIVIDED / f"{asked}.json.xz")
         else:
-            model.save(trace_file(name))
+            model.save(trace_file(asked.name))
         found = f"{model.n_parameters:,} parameters, {model.n_layers} blocks, {model.made_with}"
-        print(f"{full_name}: {found}", flush=True)
+        print(f"{asked}: {found}", flush=True)
 
 
 def write_packed(model: TracedModel, path: Path) -> None:

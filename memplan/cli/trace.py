@@ -20,12 +20,16 @@ from memplan.text_tables import printable
 @choice_option("--device", get_args(DeviceType), "cuda", "Whose kernels; neither needs a GPU.")
 @blocks_option()
 @count_option("--tp", "Tensor-parallel ranks that a module of transformers is divided over; left out: none.")
-def command(model: str, out: str, device: DeviceType, blocks: str | None, tp: int | None) -> None:
+@count_option("--ep", "Expert-parallel ranks that its experts are divided over; left out: none.")
+def command(
+    model: str, out: str, device: DeviceType, blocks: str | None, tp: int | None, ep: int | None
+) -> None:
     """Traces a torch module; what is written is a MODEL of the other commands, without torch.
 
     MODEL is package.module:factory, a function as of `memplan estimate`, or a config.json that is traced.
     """
-    mesh = {} if tp is None else with_several(tp=checked_count("tp", tp, most=LARGEST_CLUSTER))
+    asked = {"tp": tp, "ep": ep}
+    mesh = with_several(**{n: checked_count(n, k, most=LARGEST_CLUSTER) for n, k in asked.items() if k})
     traced = resolve(model_of(model, blocks), device=device, mesh=mesh)
     if not isinstance(traced, TracedModel):
         raise Refused(

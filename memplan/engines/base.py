@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 from memplan.device import Device
 from memplan.errors import ContradictoryEstimate, MissingRule, PlanRefused
 from memplan.memory import Alive, alive_at_high, n_bytes_of
-from memplan.mesh import AXES, Group, axis_names
+from memplan.mesh import AXES, VIEWS, Group, axis_names
 from memplan.models import Model
 from memplan.plan import Plan, Rank
 from memplan.record import CollectiveKind, Stretch
@@ -193,6 +193,8 @@ class Engine(ABC):
 
     axes: ClassVar[tuple[str, ...]] = ()
     """The axes of the mesh that it knows; a plan with several ranks along another one is refused."""
+    views: ClassVar[tuple[str, ...]] = ()
+    """The views of the mesh that it knows, likewise."""
     confirmed_gpus: ClassVar[tuple[str, ...]] = ()
     """The GPUs whose software ran the engine's plans without a GPU, and gave its bytes."""
 
@@ -223,8 +225,8 @@ class Engine(ABC):
         return self._check_axes, *self.refusals
 
     def _check_axes(self, model: Model, plan: Plan) -> None:
-        for axis in axis_names():
-            if axis not in self.axes and (n := getattr(plan, axis)) > 1:
+        for axis in (*axis_names(), *VIEWS):
+            if axis not in (*self.axes, *self.views) and (n := getattr(plan, axis)) > 1:
                 raise PlanRefused(
                     f"{axis}={n}: engine={self.name!r} divides nothing along {axis}; use {axis}=1.",
                     kind="several ranks along an axis that the engine does not know",

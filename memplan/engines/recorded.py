@@ -39,7 +39,9 @@ from memplan.record import (
     ComputeKind,
     Event,
     Free,
+    HookKind,
     Phase,
+    UnitHook,
     flops_of,
     frees,
 )
@@ -468,6 +470,9 @@ def _events(
             yield (_computed(one.computation, one.phase, batch, seq_len),)
         elif one.kind == "collective":
             yield () if asked is None else _communication(one, shape_at(one.shape, batch, seq_len), context)
+        elif one.kind == "hook":
+            hook = UnitHook(cast(HookKind, one.kernel), one.parameters)
+            yield (hook,) if context.shards_experts else ()
         else:
             yield (_event(one, buffers, named),)
 

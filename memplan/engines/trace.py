@@ -517,7 +517,7 @@ class _Renamed:
         if isinstance(event, AccumulateGrad):
             buffer, parameter = event
             return AccumulateGrad(self.buffers.get(buffer, buffer), self.parameters.get(parameter, parameter))
-        if isinstance(event, tuple) and event.buffer in self.buffers:
+        if isinstance(event, Alloc | Free | AddToIncoming) and event.buffer in self.buffers:
             return type(event)(self.buffers[event.buffer])
         return event
 

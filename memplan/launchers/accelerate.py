@@ -65,6 +65,8 @@ def limits_of(job: Job, who: str) -> Iterator[Limit]:
             f"tp={plan.tp}: {who} takes {divided}",
             {"tp": 1} | ({"sequence_parallel": None} if plan.sequence_parallel else {}),
         )
+    if plan.ep > 1:
+        yield Limit(f"ep={plan.ep}: {who} divides no experts", {"ep": 1})
     if plan.zero == 1:
         yield Limit(f"zero=1: {who} has no ZeroRedundancyOptimizer", {"zero": 2})
     if plan.recompute == "selective":

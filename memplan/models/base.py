@@ -124,6 +124,11 @@ class Model(ABC):
         return "block"
 
     @property
+    def n_experts(self) -> int:
+        """How many experts a block has of which a router chooses some; 0: none, or it is not known."""
+        return 0
+
+    @property
     def n_blocks(self) -> int:
         """How many blocks there are."""
         return sum([n for _, n in self.layers])

@@ -18,12 +18,12 @@ from memplan.checks import LARGEST, LARGEST_BYTES, checked_choice, checked_count
 from memplan.device import Device, DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, shown_value, unknown_name
 from memplan.files import file_text, json_value, of_file
-from memplan.mesh import AXES, Group
+from memplan.mesh import Group, checked_group
 from memplan.models.base import BLOCKS, MOST_LAYERS, Layers, Model, Role
 from memplan.models.workspaces import Asked, Run
 from memplan.ops.kernel_calls import KERNELS
 from memplan.placements import Partial, Placement, Replicate, Shard
-from memplan.record import CollectiveKind, ComputeKind, Phase
+from memplan.record import CollectiveKind, ComputeKind, HookKind, Phase
 from memplan.shapes import FP32, KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
 from memplan.tape import Tensor
 
@@ -68,6 +68,9 @@ CONVOLUTIONS: Final = "convolutions"
 CONVOLVED: Final = ("output", "input", "weight")
 """What a convolution's workspace is for: its output, or the gradient of one of these."""
 
+EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The keys of a config.json that say how many experts a block has."""
+
 RECOMPUTES: Final = ("none", "full")
 """The kinds of recomputation that are traced."""
 
@@ -100,11 +103,12 @@ def parts_with(kinds: Iterable[str]) -> tuple[str, ...]:
 
 
 class Term(NamedTuple):
-    """`factor x batch^batch_power x seq_len^seq_power`."""
+    """`factor x batch^batch_power x seq_len^seq_power / divisor`, a whole number."""
 
     factor: int
     batch_power: int = 0
     seq_power: int = 0
+    divisor: int = 1
 
 
 Size = tuple[Term, ...]
@@ -114,10 +118,24 @@ Size = tuple[Term, ...]
 def size_at(size: Size, batch: int, seq_len: int) -> int:
     """The number for these sizes of the input.
 
-    >>> size_at((Term(12, 1, 2), Term(-1)), 2, 10)
-    2399
+    >>> size_at((Term(12, 1, 2), Term(-1)), 2, 10), size_at((Term(1, 1, 1, 4),), 2, 10)
+    (2399, 5)
+
+    Raises:
+        MissingRule: tokens are divided into parts that are not equal at these sizes.
     """
-    return sum([factor * batch**i * seq_len**j for factor, i, j in size])
+    total = 0
+    for factor, i, j, divisor in size:
+        n, rest = divmod(factor * batch**i * seq_len**j, divisor)
+        if rest:
+            raise MissingRule(
+                f"micro_batch={batch}, seq_len={seq_len}: {factor * batch**i * seq_len**j} is divided into "
+                f"{divisor} parts, and of uneven ones nothing was traced; use a micro_batch x seq_len that "
+                f"is a multiple of {divisor}.",
+                kind="a traced model that divides tokens into uneven parts",
+            )
+        total += n
+    return total
 
 
 class Computation(NamedTuple):
@@ -131,6 +149,8 @@ class Computation(NamedTuple):
 
 
 PHASES: Final = get_args(Phase)
+
+HOOKS: Final = get_args(HookKind)
 
 OPERANDS: Final[Mapping[ComputeKind, tuple[int, tuple[int, ...]]]] = {
     ComputeKind.MM: (2, (2,)),
@@ -163,9 +183,10 @@ class TracedEvent(NamedTuple):
     weight, then stride, padding, dilation and output padding along each dim of an image, the number of
     groups, and whether it is transposed, and the channels of input and of weight are last. Or a collective of
     the kind that `kernel` names runs over this axis of the mesh; `shape` and `dtype` are of its full operand.
+    Or the "hook" of FSDP2 that `kernel` names is called, of a unit within a block with these `parameters`.
     """
 
-    kind: Literal["alloc", "free", "add", "grad", "compute", "kernel", "workspace", "collective"]
+    kind: Literal["alloc", "free", "add", "grad", "compute", "kernel", "workspace", "collective", "hook"]
     buffer: int = -1
     parameter: str = ""
     phase: Phase = "forward"
@@ -175,6 +196,7 @@ class TracedEvent(NamedTuple):
     kernel: str = ""
     axis: Group = ""
     n_results: int = 0
+    parameters: tuple[str, ...] = ()
 
 
 class Variant(NamedTuple):
@@ -482,6 +504,12 @@ class TracedModel(Model):
     def config_values(self) -> dict[str, Any] | None:
         return cast(dict[str, Any], json.loads(self.config)) if self.config else None
 
+    @property
+    def n_experts(self) -> int:
+        values = self.config_values() or {}
+        found = [values[key] for key in EXPERTS if isinstance(values.get(key), int)]
+        return found[0] if found else 0
+
     def role(self, kind: str) -> Role:
         return self.of_kind[kind].role
 
@@ -649,7 +677,9 @@ def _plain_variant(variant: Variant) -> list[Any]:
 
 
 def _plain_size(size: Size) -> Any:
-    return size[0].factor if [term[1:] for term in size] == [(0, 0)] else [list(term) for term in size]
+    if len(size) == 1 and size[0] == Term(size[0].factor):
+        return size[0].factor
+    return [[*term] if term.divisor > 1 else [*term[:-1]] for term in size]
 
 
 def _plain_shape(shape: Iterable[Size]) -> list[Any]:
@@ -702,6 +732,8 @@ def _plain_event(event: TracedEvent, tables: _Tables) -> Any:
             return [event.kind, _index(event, tables.convolutions)]
         case "collective":
             return [[event.phase, event.kernel, event.axis], _plain_shape(event.shape), event.dtype]
+        case "hook":
+            return [event.kernel, [*event.parameters]]
     return [event.phase, _index(event.computation, tables.computations)]
 
 
@@ -807,7 +839,7 @@ def _model(data: Any) -> TracedModel:
 def _mesh(of: "_Reader") -> dict[Group, int]:
     """The ranks along each axis; none before the fourth format."""
     mesh = of("mesh", dict) if of.data["format"] == FORMATS[3] else {}
-    return {AXES.checked_name(axis): checked_count(axis, n, least=2) for axis, n in mesh.items()}
+    return {checked_group(axis): checked_count(axis, n, least=2) for axis, n in mesh.items()}
 
 
 def _layers(
@@ -869,14 +901,15 @@ def _size(value: Any) -> Size:
     if not isinstance(value, list) or len(value) > 8:
         raise _wrong(f"size {shown_value(value)} is not allowed in a trace")
     for term in value:
-        if not _are_whole(term, 1) or abs(term[0]) > LARGEST**2 or not all(0 <= n <= 4 for n in term[1:]):
+        right = _are_whole(term, 1, 4) and abs(term[0]) <= LARGEST**2 and all(0 <= n <= 4 for n in term[1:3])
+        if not right or not all(1 <= n <= LARGEST for n in term[3:]):
             raise _wrong(f"size {shown_value(term)} is not allowed in a trace")
     return tuple([Term(*term) for term in value])
 
 
-def _are_whole(values: Any, least: int) -> bool:
-    """Whether these are a list of whole numbers, at least so many of them and at most three."""
-    return isinstance(values, list) and least <= len(values) <= 3 and all(type(n) is int for n in values)
+def _are_whole(values: Any, least: int, most: int = 3) -> bool:
+    """Whether these are a list of whole numbers, at least and at most so many of them."""
+    return isinstance(values, list) and least <= len(values) <= most and all(type(n) is int for n in values)
 
 
 def _shape(value: list[Any]) -> tuple[Size, ...]:
@@ -1074,6 +1107,11 @@ def _event(value: Any, n_buffers: int, known: _Known) -> TracedEvent:
         what, of = value
         if what == "workspace":
             return known.convolutions[_place(of, len(known.convolutions))]
+        if what in HOOKS:
+            names = _texts(_items(value, "hook", str, list)[1], "hook")
+            if not set(names) <= known.parameters:
+                raise _wrong(f"parameters {shown_value(names)} are not all trained")
+            return TracedEvent("hook", kernel=what, parameters=names)
         if what in PHASES:
             computation = known.computations[_place(of, len(known.computations))]
             return TracedEvent("compute", phase=what, computation=computation)
@@ -1154,10 +1192,11 @@ def _changes(events: Sequence[TracedEvent], part: str) -> dict[int, tuple[int, i
     """How many more of each buffer there are after some events, and the least on the way, at most 0."""
     found: dict[int, tuple[int, int]] = {}
     n_results = 0
-    for kind, buffer, *_, n in events:
+    for one in events:
+        kind, buffer = one.kind, one.buffer
         if n_results and kind != "alloc":
             raise _wrong(f"{part} has a kernel without its results")
-        n_results = n if kind == "kernel" else max(0, n_results - 1)
+        n_results = one.n_results if kind == "kernel" else max(0, n_results - 1)
         if kind in ("alloc", "free", "add", "grad"):
             net, least = found.get(buffer, (0, 0))
             after = net + (kind == "alloc") - (kind in ("free", "grad"))

@@ -8,7 +8,7 @@ import numpy as np
 
 from memplan.errors import InvalidValue
 from memplan.estimate import Estimate
-from memplan.mesh import AXES, axis_names
+from memplan.mesh import AXES, VIEWS, axis_names
 from memplan.plots.style import BESIDE, DASHED, MUTED, VERDICTS, checked_some, new_axes, trusts_text
 from memplan.units import GiB, human_bytes
 
@@ -125,6 +125,7 @@ def _plan_name(row: Any) -> str:
 
     mesh = [axis for axis in axis_names() if axis in row.index and row[axis] > 1]
     words = [f"{AXES.named(axis).word or axis}{row[axis]}" for axis in mesh]
+    words += [f"{view}{row[view]}" for view in VIEWS if view in row.index and row[view] > 1]
     words += ["sp"] if row["sequence_parallel"] else []
     words += [f"zero{row['zero']}"] if row["dp"] > 1 else []
     words += [f"mb{row['micro_batch']}"] if row["micro_batch"] > 1 else []

@@ -220,7 +220,7 @@ class _Plans:
             sequence_parallel=bool(columns["sequence_parallel"][0, 0]),
             recompute=recompute, offload=False, layers_per_stage=None,
         )  # fmt: skip
-        axes = ("tp", *ENGINES.named(base.engine).other_axes)
+        axes = ("tp", "ep", *ENGINES.named(base.engine).other_axes)
         parts, self._part = _numbered(*[columns[axis] for axis in axes])
         degrees = [dict(zip(axes, each, strict=True)) for each in parts]
         self._costs = [_traced(model, unchecked(traced, **each), device) for each in degrees]
@@ -301,13 +301,14 @@ def bounds(model: Model, grid: Grid, cluster: Cluster, time_model: Roofline) -> 
 
 
 def _by_division(model: Model, grid: Grid, device: Device) -> Iterator[tuple[Model, NDArray[np.bool_]]]:
-    """For each tensor-parallel degree: the model divided by it, and a mask of the grid's cells with it."""
-    tps = grid.cells["tp"]
+    """For each pair of degrees, tp and ep: the model divided by them, and a mask of the cells with them."""
+    tps, eps = grid.cells["tp"], grid.cells["ep"]
     if model.divides_itself:
         yield model, np.ones(tps.shape, np.bool_)
         return
-    for tp in np.unique(tps).tolist():
-        yield divided(model, with_several(tp=tp), device.type, grid.base.precision), tps == tp
+    for tp, ep in np.unique(np.stack([tps, eps]), axis=1).T.tolist():
+        own = divided(model, with_several(tp=tp, ep=ep), device.type, grid.base.precision)
+        yield own, (tps == tp) & (eps == ep)
 
 
 def _numbered(*columns: Column) -> tuple[list[tuple[int, ...]], Column]:
@@ -373,7 +374,7 @@ def _sent(plans: _Plans, data: DataParallelism) -> dict[Overlap, Any]:
 def _has_rates(plans: _Plans, cluster: Cluster) -> NDArray[np.bool_]:
     """Whether each cell's rates are known, as `Roofline.missing` says of one plan."""
     known = np.ones(plans.m.shape, np.bool_)
-    one = unchecked(plans.base, dp=1, dp_replicate=1, tp=1, pp=1, offload=False)
+    one = unchecked(plans.base, dp=1, dp_replicate=1, tp=1, pp=1, ep=1, offload=False)
     if plans.offload or Roofline().missing(one, cluster):
         return ~known
     links = cluster.intra_node.bytes_per_s, cluster.inter_node.bytes_per_s

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from memplan.estimate import Estimate, estimate_of, stage_estimates
 from memplan.hardware import Cluster, outside_allocator
-from memplan.mesh import Mesh, axis_names
+from memplan.mesh import VIEWS, Mesh, axis_names
 from memplan.models import Model
 from memplan.plan import Plan
 from memplan.search.bounds import Bounds, bounds
@@ -81,7 +81,7 @@ class Judge:
         self.fastest = time_model if isinstance(time_model, Roofline) else Roofline(efficiency=1)
         """A roofline that is a lower bound of every step time."""
         budget, usable = (inf if n is None else n for n in (cluster.budget_bytes, cluster.gpu.usable_bytes))
-        outside = [outside_allocator(n) for n in range(len(axis_names()) + 2)]
+        outside = [outside_allocator(n) for n in range(len(axis_names()) + 2 * len(VIEWS) + 2)]
         self._room = np.array([budget - slack_bytes - each.high_bytes for each in outside], np.float64)
         """Bytes that may be allocated within the budget, by the number of communicators."""
         self._most = np.array([usable - each.low_bytes for each in outside], np.float64)

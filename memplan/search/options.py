@@ -20,6 +20,7 @@ class PlanOptions(TypedDict, total=False):
     dp_replicate: int | Iterable[int]
     tp: int | Iterable[int]
     pp: int | Iterable[int]
+    ep: int | Iterable[int]
     virtual_stages: int | Iterable[int]
     zero: int | Iterable[int]
     sequence_parallel: bool | Iterable[bool]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, product
-from math import prod
+from math import gcd, prod
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -14,7 +14,7 @@ from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.checks import check_plan
 from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
-from memplan.mesh import Mesh, axis_names, with_several
+from memplan.mesh import Mesh, axis_names, degrees_text, with_several
 from memplan.models import Model, divided
 from memplan.plan import RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
@@ -102,7 +102,7 @@ class Space:
         Raises:
             PlanRefused: there is none.
         """
-        found = list(self._meshes(self.tps()))
+        found = [mesh for mesh in self._meshes(self.tps()) if _divided_by(mesh) not in self.undivided]
         if not found:
             raise PlanRefused(self._no_mesh())
         yield from found
@@ -117,36 +117,55 @@ class Space:
             divided = dict(zip(("pp", *others, "tp"), sizes, strict=True))
             for dp in self.of("dp", divisors(replicas)):
                 if replicas % dp == 0 and replicas // dp in self.of("dp_replicate", divisors(replicas)):
-                    mesh = Mesh(divided | {"dp_replicate": replicas // dp, "dp": dp})
-                    if self._matters(mesh):
-                        yield mesh
+                    divided |= {"dp_replicate": replicas // dp, "dp": dp}
+                    for ep in self.eps(divided):
+                        mesh = Mesh(divided | {"ep": ep})
+                        if self._matters(mesh):
+                            yield mesh
 
     def tps(self) -> tuple[int, ...]:
         """The degrees of tensor parallelism that are tried: within a node, unless that is lifted."""
-        return tuple([tp for tp in self._within_node() if tp not in self.undivided])
+        return tuple([tp for tp in self._within_node() if (tp, 1) not in self.undivided])
+
+    def eps(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The degrees of expert parallelism that are tried on a mesh without it.
+
+        Left out, that is one, and the largest that divides the experts and is within a node, alone.
+        """
+        ranks, tp = sizes["dp"] * sizes["tp"], sizes["tp"]
+        if "ep" in self.ranges:
+            asked = tuple([ep for ep in self.ranges["ep"] if ep == 1 or (ep % tp == 0 and ranks % ep == 0)])
+            return asked if self.node is None else tuple([ep for ep in asked if self.node % ep == 0])
+        if tp > 1 or sizes["pp"] > 1 or self.node is None or not self.model.n_experts:
+            return (1,)
+        return tuple(sorted({1, gcd(ranks, self.node, self.model.n_experts)}))
 
     def _within_node(self) -> tuple[int, ...]:
         every = self.of("tp", divisors(self.n_gpus))
         return every if self.node is None else tuple([tp for tp in every if self.node % tp == 0])
 
     @cached_property
-    def undivided(self) -> Mapping[int, str]:
-        """The degrees of tensor parallelism that the model's own framework has no plan for, and why."""
+    def undivided(self) -> Mapping[tuple[int, int], str]:
+        """The degrees (tp, ep) that the model's own framework has no plan for, and why."""
         if self.model.divides_itself:
             return {}
         sizes, found = self.model.sizes_over_tp.values(), {}
-        for tp in self._within_node():
+        asked = dict.fromkeys(map(_divided_by, self._meshes(self._within_node())))
+        for tp, ep in asked:
             if not any(size % tp for size in sizes):
                 try:
-                    divided(self.model, with_several(tp=tp), self.device, self.base.precision)
+                    divided(self.model, with_several(tp=tp, ep=ep), self.device, self.base.precision)
                 except MemplanError as error:
-                    found[tp] = str(error)
+                    found[tp, ep] = str(error)
         return found
 
     def left_out(self) -> Iterator[str]:
         """Sentences about values that were asked for and are left out."""
         if self.undivided:
-            yield f"tp={_either(sorted(self.undivided))} is left out: {next(iter(self.undivided.values()))}"
+            degrees = [
+                degrees_text(with_several(tp=tp, ep=ep) or {"tp": 1}) for tp, ep in sorted(self.undivided)
+            ]
+            yield f"{_either(degrees)} is left out: {next(iter(self.undivided.values()))}"
         across = sorted({*self.ranges.get("tp", ())} - {*self._within_node()})
         across = [tp for tp in across if self.n_gpus % tp == 0]
         if across:
@@ -235,7 +254,7 @@ GRID_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class _Cells(NamedTuple):
-    """The pairs of a mesh and a micro-batch: indices of the mesh, its `tp`, its `data`, and `m`."""
+    """The pairs of a mesh and a micro-batch: indices of the mesh, its `tp` and `ep`, its `data`, and `m`."""
 
     mesh: Column
     micro_batch: Column
@@ -264,7 +283,9 @@ class _Pipelines:
         names = "pp", "dp_replicate", "dp", "tp", *ENGINES.named(space.base.engine).other_axes
         self.sizes = {axis: np.array([mesh.sizes[axis] for mesh in meshes]) for axis in names}
         """For each axis the ranks along it on each mesh."""
-        self.tps = list(dict.fromkeys(mesh.sizes["tp"] for mesh in meshes))
+        self.sizes["ep"] = np.array([mesh.views["ep"] for mesh in meshes])
+        self.tps = list(dict.fromkeys(map(_divided_by, meshes)))
+        """The degrees (tp, ep) that divide the model."""
         self.data = list(dict.fromkeys(map(_data, meshes)))
         self.there = self._there()
         each = [self._micro_batches(mesh) for mesh in meshes]
@@ -275,7 +296,7 @@ class _Pipelines:
         self.at = np.broadcast_to(refused_by.at, (*shape, max(1, len(ms))))
         self.strays = self._strays(rules, [not found for found in each])
         found = [
-            (i, n, self.tps.index(mesh.sizes["tp"]), self.data.index(_data(mesh)), m, n == each[i][0][0])
+            (i, n, self.tps.index(_divided_by(mesh)), self.data.index(_data(mesh)), m, n == each[i][0][0])
             for i, mesh in enumerate(meshes)
             if i not in self.strays
             for n, m in each[i]
@@ -296,7 +317,7 @@ class _Pipelines:
         return [
             *others,
             [{**one, "recompute_blocks": blocks.get(one["recompute"])} for one in recomputes],
-            [{"tp": tp} for tp in self.tps],
+            [{"tp": tp, "ep": ep} for tp, ep in self.tps],
             [dict(each) for each in self.data],
             [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
         ]
@@ -310,7 +331,7 @@ class _Pipelines:
             zero in of("zero", _zeros(dict(data)))
             and offloaded in of("offload", yes_or_no if zero >= 2 else no)
             and divided in of("sequence_parallel", yes_or_no if tp > 1 else no)
-            for zero, offloaded, divided, tp, data in product(*axes)
+            for zero, offloaded, divided, (tp, _), data in product(*axes)
         ]
         return np.array(found).reshape([len(axis) for axis in axes])
 
@@ -320,10 +341,12 @@ class _Pipelines:
         can_run = (runs & self.there).any(axis=(0, 1, 2))
         found = {}
         for i, mesh in enumerate(self.meshes):
-            tp, data = self.tps.index(mesh.sizes["tp"]), self.data.index(_data(mesh))
+            tp, data = self.tps.index(_divided_by(mesh)), self.data.index(_data(mesh))
             first = int(self.there[..., tp, data].argmax()) * self.structures[-1]
             if undivided[i]:
-                values = mesh.sizes | {"micro_batch": self.space.micro_batches(mesh.n_replicas)[0]}
+                values = (
+                    mesh.sizes | mesh.views | {"micro_batch": self.space.micro_batches(mesh.n_replicas)[0]}
+                )
                 error = refusal(self.space.model, self.space.base, values)
                 found[i] = first, rules.number(None if error is None else kind_of(error))
             elif not can_run[tp, data]:
@@ -415,6 +438,11 @@ def _either(values: Iterable[Any]) -> str:
 def _data(mesh: Mesh) -> tuple[tuple[str, int], ...]:
     """The ranks along the axes that are not rules' own axes, by name: dp, dp_replicate, other packages'."""
     return tuple([(axis, n) for axis, n in mesh.sizes.items() if axis not in ("pp", "tp")])
+
+
+def _divided_by(mesh: Mesh) -> tuple[int, int]:
+    """The degrees over which a mesh divides the model: tp, ep."""
+    return mesh.sizes["tp"], mesh.views["ep"]
 
 
 def _zeros(sizes: Mapping[str, int]) -> tuple[int, ...]:

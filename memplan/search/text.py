@@ -7,7 +7,7 @@ from typing import Any, Final
 from memplan.command import command_text
 from memplan.comparison import TIE
 from memplan.engines.options import plan_dict
-from memplan.mesh import AXES, axis_names
+from memplan.mesh import AXES, VIEWS, axis_names
 from memplan.search.search import Found
 from memplan.search.table import estimated_rows, search_rows
 from memplan.tables import cluster_text, counted_in, notes_text, step_text
@@ -120,6 +120,7 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int, found: Found) -> str:
     known = {axis: AXES.named(axis) for axis in axis_names() if axis in rows[0]}
     divided = {axis for row in rows for axis in known if row[axis] > 1}
     mesh = [axis for axis, own in known.items() if axis in divided or not own.hidden_if_one]
+    views = [view for view in VIEWS if any(row[view] > 1 for row in rows)]
     several = [name for name in JOB if len({row[name] for row in rows}) > 1]
     others = [name for name in found.different if name not in JOB]
     counted = counted_in(max(job.seq_len for job in found.jobs))
@@ -129,6 +130,7 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int, found: Found) -> str:
         (
             "#",
             *(known[axis].word or axis for axis in mesh),
+            *views,
             *(JOB[name] for name in several),
             "zero",
             "mb",
@@ -144,7 +146,7 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int, found: Found) -> str:
         cells.append(
             (
                 number,
-                *(str(row[axis]) for axis in mesh),
+                *(str(row[axis]) for axis in (*mesh, *views)),
                 *(str(row[name]) for name in several),
                 str(row["zero"]),
                 str(row["micro_batch"]),
@@ -154,7 +156,7 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int, found: Found) -> str:
                 "-" if speed is None else f"{speed:,.0f}",
             )
         )
-    n_numbers = len(mesh) + len(several) + 3
+    n_numbers = len(mesh) + len(views) + len(several) + 3
     return text_table(cells, ">" * n_numbers + "<<>>", flexible=[n_numbers, n_numbers + 1])
 
 

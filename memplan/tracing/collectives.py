@@ -53,6 +53,12 @@ def is_in_place(func: Any) -> bool:
     return bool(func.namespace == "c10d")
 
 
+def exchanged(func: Any, args: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+    """The tensors of whole numbers that an all-to-all receives and sends; None if it is none of such."""
+    whole = func is IN_PLACE.alltoall_base_.default and not args[0].is_floating_point()
+    return (args[0], args[1]) if whole else None
+
+
 def finished(func: Any, args: Sequence[Any]) -> Any:
     """What a collective of `torch.distributed` returns: the tensors that it writes, and a finished work."""
     work = torch._C._distributed_c10d.FakeWork().boxed()

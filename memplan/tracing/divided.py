@@ -4,10 +4,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from importlib import import_module
-from math import prod
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,8 +21,11 @@ from memplan.mesh import Group, degrees_text
 from memplan.models.traced import Placed
 from memplan.placements import Partial, Placement, Replicate, Shard
 
-Parallelize = Callable[[nn.Module, DeviceMesh], Any]
-"""Divides a module over a mesh, in place or into another one, which it returns."""
+Ranks = DeviceMesh | dict[str, DeviceMesh]
+"""The ranks over which a module is divided: a mesh; with the view "ep" among its axes, one for each axis."""
+
+Parallelize = Callable[[nn.Module, Any], Any]
+"""Divides a module over `Ranks`, in place or into another one, which it returns."""
 
 
 @contextmanager
@@ -45,7 +50,9 @@ def divided(
                 f"{type(module).__name__} cannot be divided over {degrees_text(mesh)} ({reason(error)}); use "
                 "one rank, other degrees, or a function of your own (memplan.trace, parallelize)."
             ) from error
-        groups = {str(ranks[axis].get_group().group_name): axis for axis in mesh}
+        groups: dict[str, Group] = {}
+        for axis in mesh:
+            groups.setdefault(str(ranks[axis].get_group().group_name), axis)
         yield (made if isinstance(made, nn.Module) else own), groups
 
 
@@ -58,8 +65,10 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def played_mesh(sizes: Mapping[str, int], device: torch.device) -> Iterator[DeviceMesh]:
-    """The mesh of a job of which this process is the first rank; collectives end at once and move nothing.
+def played_mesh(sizes: Mapping[str, int], device: torch.device) -> Iterator[Ranks]:
+    """The ranks of a job of which this process is the first; collectives end at once and move nothing.
+
+    Of expert-parallel ranks there is one group, in which tensor-parallel ones are neighbours.
 
     Raises:
         InvalidValue: the process is one of a real job.
@@ -71,9 +80,14 @@ def played_mesh(sizes: Mapping[str, int], device: torch.device) -> Iterator[Devi
             "a module is divided over ranks that are played, but this process is a rank of its own job "
             "(torch.distributed is initialized); trace it in another process, or before."
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=prod(sizes.values()))
+    n, tp = max(sizes.values()), sizes.get("tp", 1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
     try:
-        yield init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if "ep" not in sizes:
+            yield init_device_mesh(device.type, (n,), mesh_dim_names=("tp",))
+            return
+        dense = init_device_mesh(device.type, (n // tp, tp), mesh_dim_names=("dp", "tp"))
+        yield {"tp": dense["tp"], "ep": init_device_mesh(device.type, (n,), mesh_dim_names=("ep",))}
     finally:
         dist.destroy_process_group()
 
@@ -93,22 +107,30 @@ def own_plan(module: nn.Module) -> Parallelize:
     return by_plan_of_transformers
 
 
-def by_plan_of_transformers(module: Any, mesh: DeviceMesh) -> None:
-    """Divide a module of transformers over the axis "tp" as `from_pretrained(distributed_config=...)` does.
+def by_plan_of_transformers(module: Any, ranks: Ranks) -> None:
+    """Divide a module of transformers over tensor- and expert-parallel ranks.
 
-    transformers ties weights only after it has divided them.
+    It is what `from_pretrained(distributed_config=...)` does. transformers ties weights only after it has
+    divided them.
 
     Source: transformers.distributed.mixin:DistributedMixin.maybe_distribute_model.
     """
     configuration = import_module("transformers.distributed.configuration_utils")
     tensor_parallel = import_module("transformers.distributed.tensor_parallel")
-    asked = configuration.DistributedConfig(tp_size=mesh["tp"].size())
-    plan, *_ = module._resolve_parallel_plans(asked)
+    expert_parallel = import_module("transformers.distributed.expert_parallel")
+    tp, ep = (ranks["tp"], ranks["ep"]) if isinstance(ranks, dict) else (ranks["tp"], None)
+    n, n_experts = tp.size(), 1 if ep is None else ep.size()
+    asked = configuration.DistributedConfig(tp_size=n, ep_size=n_experts, fsdp_size=max(1, n_experts // n))
+    asked.fsdp_size = 1  # who shards the rest is not asked here
+    plan, of_experts, _ = module._resolve_parallel_plans(asked)
     for name in getattr(module, "all_tied_weights_keys", None) or ():
         owner, _, own = name.rpartition(".")
         holder = module.get_submodule(owner)
         holder.register_parameter(own, nn.Parameter(torch.empty_like(getattr(holder, own))))
-    tensor_parallel.apply_tensor_parallelism(module, mesh["tp"], plan)
+    if n > 1:
+        tensor_parallel.apply_tensor_parallelism(module, tp, plan)
+    if ep is not None:
+        expert_parallel.apply_expert_parallelism(module, ep, tp, of_experts)
     module.tie_weights()
 
 
@@ -133,6 +155,22 @@ def placed(tensor: Any) -> Placed:
         return ()
     axes = tensor.device_mesh.mesh_dim_names or ()
     return tuple([(axis, _placement(one)) for axis, one in zip(axes, tensor.placements, strict=True)])
+
+
+def is_of_experts(parameter: Tensor) -> bool:
+    """Whether a parameter is divided over expert-parallel ranks."""
+    return any(axis == "ep" for axis, _ in placed(parameter))
+
+
+@cache
+def dealt_out(n: int, n_experts: int, n_ranks: int) -> npt.NDArray[np.int64]:
+    """The numbers of n chosen experts, dealt out to all ranks in turn: each gets as many as any other.
+
+    >>> dealt_out(8, 8, 4)
+    array([0, 2, 4, 6, 1, 3, 5, 7])
+    """
+    own, place = n_experts // n_ranks, np.arange(n)
+    return place % n_ranks * own + place // n_ranks % own
 
 
 def _placement(one: Any) -> Placement:

@@ -18,16 +18,17 @@ from torch.autograd.function import BackwardCFunction
 
 from memplan.mesh import Group
 from memplan.models.base import Role
+from memplan.record import HookKind
 from memplan.shapes import Kind
 from memplan.tracing.calls import OF_CUDNN, Called, convolution_called, grad_in_order, kernel_called
-from memplan.tracing.collectives import finished, is_in_place, sent
+from memplan.tracing.collectives import exchanged, finished, is_in_place, sent
 from memplan.tracing.computed import Computed, computed_of
 from memplan.tracing.cuda import on_cuda
 from memplan.tracing.divided import local
 from memplan.tracing.mode import ShapesMode
 from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, Scratch, scratch_of
 from memplan.tracing.shapes import ATEN, Operation, Operator, Shapes, dtype_name, tensors
-from memplan.tracing.values import READ, known_value
+from memplan.tracing.values import READ, known_value, receive_counts
 
 ADD: Final = ATEN.add.Tensor
 ZEROS: Final = (ATEN.zeros.default, ATEN.new_zeros.default)
@@ -270,6 +271,11 @@ class Recorder(ShapesMode):
                 tensor.register_hook(lambda _: self._mark(f"{unit}_backward"))
         return True
 
+    def hooked(self, when: HookKind, parameters: Sequence[str]) -> None:
+        """Note that FSDP2's hooks of a unit within a block, which has these parameters, are called."""
+        self._locate()
+        self.events.append(Event("hook", self.section, -1, (when, tuple(parameters))))
+
     def _mark(self, name: str) -> None:
         """Note a place among the events."""
         self._locate()
@@ -320,6 +326,8 @@ class Recorder(ShapesMode):
             self._reads(operation.given)
         if is_in_place(func):
             self._communicates(func, args, ())
+            if (counts := exchanged(func, args)) is not None:
+                receive_counts(*counts)
             return finished(func, args)
         if self.executes:
             out, scratch = executed(func, args, operation.kwargs, self.device)

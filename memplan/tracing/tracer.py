@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from memplan.checks import checked_choice, checked_count
@@ -41,14 +41,24 @@ from memplan.models.traced import (
     Variant,
     modules_with,
 )
+from memplan.record import HookKind
 from memplan.tracing.cache import no_collection, setting
 from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
-from memplan.tracing.divided import Parallelize, divided, local, own_plan, placed, wrapped
+from memplan.tracing.divided import (
+    Parallelize,
+    dealt_out,
+    divided,
+    is_of_experts,
+    local,
+    own_plan,
+    placed,
+    wrapped,
+)
 from memplan.tracing.example import Example, Loss, Stack, checked_example, stacks_of, structure_of
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section, Unit, Unlike
-from memplan.tracing.shapes import Shapes, dtype_name
+from memplan.tracing.shapes import Shapes, dtype_name, tensors
 from memplan.tracing.units import OfOneSize, Parts, Point, parts_of, recording_of, shape_of
-from memplan.tracing.values import UnknownValue, known_value
+from memplan.tracing.values import UnknownValue, known_value, make_known
 
 RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "fp32": (("float32", ""),),
@@ -83,8 +93,8 @@ MOST_MASKED: Final = 1 << 20
 ADD_IN_PLACE: Final = ("linear", "scaled_dot_product_attention")
 """Functions of `torch.nn.functional` that add a bias or a mask in place (`Recorder.adds_in_place`)."""
 
-DIVIDING: Final = ("tp",)
-"""The axes of a mesh that a module can be divided over."""
+DIVIDING: Final = ("tp", "ep")
+"""The axes and views of a mesh that a module can be divided over."""
 
 FLAG: Final = "gradient_checkpointing"
 """Of transformers' modules whether blocks are recomputed: of a layer by its class, of others by their own."""
@@ -521,6 +531,8 @@ class _Tracer:
                 if any(placed(parameter) for parameter in one.parameters(recurse=False)):
                     forward = _within(self.ranks.within, forward)
                 named = _named(recorder, forward, scope)
+                if experts := self._experts(path, one):
+                    named = experts.dispatched(recorder, named, variant.weights if variant.units else "")
                 if one in self.units:
                     named = self._told(recorder, named, self.units[one], variant)
                 for end in ends:
@@ -533,6 +545,13 @@ class _Tracer:
                 del vars(one)["forward"]
                 if forward is not None:
                     vars(one)["forward"] = forward
+
+    def _experts(self, path: str, module: nn.Module) -> "_Experts | None":
+        """The experts that a module holds, if they are divided over ranks."""
+        own = [(name, p) for name, p in module.named_parameters(path, recurse=False) if is_of_experts(p)]
+        if not own:
+            return None
+        return _Experts([self.common(name) for name, _ in own], own[0][1].shape[0], self.ranks.mesh["ep"])
 
     def _told(
         self, recorder: Recorder, forward: Callable[..., Any], unit: Unit, variant: Variant
@@ -676,6 +695,74 @@ class _End:
             return output
 
         return marked
+
+
+class _PostBackward(torch.autograd.Function):
+    """What FSDP2 puts before a unit: its backward pass runs when the gradients of all arguments are there.
+
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:RegisterPostBackwardFunction`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, called: Callable[[], None], *arguments: Tensor) -> tuple[Tensor, ...]:
+        ctx.called = called
+        return arguments
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.called()
+        return (None, *grads)
+
+
+class _Experts(NamedTuple):
+    """A module's experts, divided over ranks: the parameters' names, and how many experts and ranks.
+
+    FSDP2 shards them as a unit of their own.
+    """
+
+    names: Sequence[str]
+    n_experts: int
+    n_ranks: int
+
+    def dispatched(self, recorder: Recorder, forward: Callable[..., Any], weights: str) -> Callable[..., Any]:
+        """The forward function, called with tokens dealt out evenly; FSDP2's hooks are recorded.
+
+        `weights`: the type that its arguments are cast to; "" if they are not.
+        """
+
+        def hooked(when: HookKind, *_: Any) -> None:
+            recorder.hooked(when, self.names)
+
+        def dispatched(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tree_map_only(Tensor, self._dealt_out, (args, kwargs))
+            if weights:
+                args, kwargs = _cast((args, kwargs), weights)
+            hooked("pre_forward")
+            args, kwargs = self._watched(partial(hooked, "post_backward"), (args, kwargs))
+            output = forward(*args, **kwargs)
+            hooked("post_forward")
+            for one in tensors(output):
+                if one.requires_grad:
+                    one.register_hook(partial(hooked, "pre_backward"))
+            return output
+
+        return dispatched
+
+    def _dealt_out(self, tensor: Tensor) -> Tensor:
+        """The numbers of the experts of each token, of which none was known, as evenly as can be."""
+        if not tensor.is_floating_point():
+            make_known(local(tensor), dealt_out(tensor.numel(), self.n_experts, self.n_ranks))
+        return tensor
+
+    @staticmethod
+    def _watched(called: Callable[[], None], arguments: Any) -> Any:
+        leaves, spec = tree_flatten(arguments)
+        places = [i for i, one in enumerate(leaves) if isinstance(one, Tensor) and one.requires_grad]
+        if places:
+            watched = cast(Any, _PostBackward).apply(called, *[leaves[i] for i in places])
+            for i, one in zip(places, watched, strict=True):
+                leaves[i] = one
+        return tree_unflatten(leaves, spec)
 
 
 def _depends_on_values(recorder: Recorder, error: Exception) -> MissingRule:

@@ -7,6 +7,7 @@ block frees, is one buffer that each block allocates and each block frees.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import combinations, count, groupby
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ from memplan.shapes import DType, Kind
 from memplan.tracing.computed import Computed
 from memplan.tracing.recorder import Event, Recorder, Section, Stored, Unit, Unlike
 
-CALLS: Final = ("compute", "kernel", "workspace", "collective")
+CALLS: Final = ("compute", "kernel", "workspace", "collective", "hook")
 """The events of no storage."""
 
 
@@ -429,9 +430,11 @@ def size_of(values: Sequence[int], points: Sequence[Point]) -> Size:
     """The simplest sum of terms with these values at these sizes of the input: of few terms, small factors.
 
     >>> size_of((2 * 48 * 7, 3 * 80 * 7), ((2, 48), (3, 80)))
-    (Term(factor=7, batch_power=1, seq_power=1),)
-    >>> size_of((47, 79, 79), ((2, 48), (3, 80), (2, 80)))
-    (Term(factor=1, batch_power=0, seq_power=1), Term(factor=-1, batch_power=0, seq_power=0))
+    (Term(factor=7, batch_power=1, seq_power=1, divisor=1),)
+    >>> size_of((47, 79, 79), ((2, 48), (3, 80), (2, 80))) == (Term(1, 0, 1), Term(-1))
+    True
+    >>> size_of((48, 120, 280), ((2, 48), (3, 80), (5, 112)))
+    (Term(factor=1, batch_power=1, seq_power=1, divisor=2),)
 
     Raises:
         MissingRule: none is found.
@@ -450,6 +453,11 @@ def size_of(values: Sequence[int], points: Sequence[Point]) -> Size:
     ]
     if found:
         return min(found, key=lambda terms: sum([abs(term.factor) for term in terms]))
+    for powers in POWERS:
+        parts = {Fraction(value, unit) for value, unit in zip(values, units[powers], strict=True)}
+        if len(parts) == 1 and len({*points}) > 2:
+            (part,) = parts
+            return (Term(part.numerator, *powers, part.denominator),)
     raise OfOneSize(f"sizes {values} follow from no rule of batch and length.")
 
 
@@ -469,18 +477,19 @@ def _solved(values: Sequence[int], of_one: Sequence[int], of_other: Sequence[int
 def product(*sizes: Size) -> Size:
     """The product of sizes, terms of equal powers added up.
 
-    >>> product((Term(8),), (Term(1, 1),), (Term(1, 0, 1), Term(1)))
-    (Term(factor=8, batch_power=1, seq_power=1), Term(factor=8, batch_power=1, seq_power=0))
+    >>> product((Term(8),), (Term(1, 1),), (Term(1, 0, 1), Term(1))) == (Term(8, 1, 1), Term(8, 1))
+    True
     """
-    terms = {(0, 0): 1}
+    terms = {(0, 0): Fraction(1)}
     for size in sizes:
-        multiplied: dict[tuple[int, int], int] = {}
+        multiplied: dict[tuple[int, int], Fraction] = {}
         for (i, j), n in terms.items():
-            for factor, more_i, more_j in size:
+            for factor, more_i, more_j, divisor in size:
                 powers = i + more_i, j + more_j
-                multiplied[powers] = multiplied.get(powers, 0) + n * factor
+                multiplied[powers] = multiplied.get(powers, Fraction(0)) + n * Fraction(factor, divisor)
         terms = multiplied
-    return tuple([Term(n, *powers) for powers, n in terms.items() if n]) or (Term(0),)
+    found = [Term(n.numerator, *powers, n.denominator) for powers, n in terms.items() if n]
+    return tuple(found) or (Term(0),)
 
 
 POWERS: Final = ((1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 1), (2, 2), (2, 0))
@@ -526,6 +535,8 @@ def _skeleton(event: Event) -> Any:
         case "collective":
             sent, phase = event.detail
             return event.kind, phase, sent.kind, sent.axis, sent.dtype, len(sent.shape)
+        case "hook":
+            return event.kind, event.detail
     return event.kind, event.storage
 
 
@@ -567,6 +578,8 @@ def _event(events: Sequence[Event], points: Sequence[Point]) -> TracedEvent:
             return TracedEvent(
                 "collective", phase=phase, kernel=sent.kind, axis=sent.axis, shape=shape, dtype=sent.dtype
             )
+        case "hook":
+            return TracedEvent("hook", kernel=one.detail[0], parameters=one.detail[1])
     computation = _computation([event.detail[0] for event in events], points)
     return TracedEvent("compute", phase=one.detail[1], computation=computation)
 

@@ -8,8 +8,12 @@ a value: a loss is no number.
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -51,25 +55,27 @@ class KnownValues:
             return _number(operation.args[0])
         known = all(map(_is_known, operation.given))
         if known and operator.any_shape:
-            return tree_map(self._stand_in, _computed(operation))
+            stand_in = partial(self._stand_in, operation.given[0].device)
+            return tree_map(stand_in, _computed(operation))
         out = without_data()
         written = operation.written if operator.writes else ()
         if known and (made := (*written, *tensors(out))):
             most = 1 if written or operator.any_values else MOST_FLOATS
             if all(_can_be_known(one, most) for one in made):
-                for result, value in zip(tensors(out), tensors(_computed(operation)), strict=True):
-                    if isinstance(result, FakeTensor):
-                        result.real_tensor = value
-                return out
+                with suppress(NotImplementedError):  # a CPU has no kernel for these types: a histogram's, say
+                    for result, value in zip(tensors(out), tensors(_computed(operation)), strict=True):
+                        if isinstance(result, FakeTensor):
+                            result.real_tensor = value
+                    return out
         if written and func is not CHECKS_OVERFLOWS:
             _forget(func, written)
         return out
 
-    def _stand_in(self, value: Any) -> Any:
-        """The tensor without data that represents a known value."""
+    def _stand_in(self, device: torch.device, value: Any) -> Any:
+        """The tensor without data, on a device, that represents a known value."""
         if not isinstance(value, Tensor):
             return value
-        tensor = self._mode.from_tensor(value)
+        tensor = FakeTensor(self._mode, value.to("meta"), device)
         tensor.real_tensor = value
         return tensor
 
@@ -88,6 +94,25 @@ def known_value(tensor: Tensor) -> Tensor:
     if value is None:
         raise UnknownValue(f"{tensor} is read, but only what follows from integers is known.")
     return value
+
+
+def receive_counts(received: Tensor, sent: Tensor) -> None:
+    """Make the counts that a rank receives known: as many in all as it sends, and evenly divided.
+
+    Raises:
+        UnknownValue: if what it sends is not known.
+    """
+    n = received.numel()
+    with _disable_current_modes():
+        total = int(known_value(sent).sum())
+    make_known(received, total // n + (np.arange(n) < total % n))
+
+
+def make_known(tensor: Tensor, values: npt.NDArray[np.int64]) -> None:
+    """Let a tensor of whole numbers without data have these values, one after the other."""
+    if isinstance(tensor, FakeTensor):
+        with _disable_current_modes():
+            tensor.real_tensor = torch.from_numpy(values).to(tensor.dtype).view(tensor.shape)
 
 
 def _number(tensor: Tensor) -> Any:

@@ -1,6 +1,7 @@
-"""Other people's modules divided over tensor ranks by their own framework's plan, beside other axes.
+"""Other people's modules divided over ranks by their own framework's plan, beside other axes.
 
-The plans are flat lists. A plan runs with every module whose trace for its `tp` is in `data/traces/divided`.
+The plans are flat lists. A plan runs with every module whose trace for its `tp` and `ep` is in
+`data/traces/divided`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue, MemplanError
 from memplan.models import TracedModel
 from memplan.tape import Backend
-from validate.cases import UNTIMED_STEPS, Case, divided_traces, shipped_trace, title
+from validate.cases import UNTIMED_STEPS, Case, Divided, divided_traces, shipped_trace, title
 from validate.gpus import Gpus
 from validate.systems.torch.architectures import is_architecture
 from validate.systems.torch.wild import PUBLISHED, wild_named
@@ -43,6 +44,32 @@ ARCHITECTURES: Final[tuple[dict[str, Any], ...]] = (
 )
 """Each language model of transformers."""
 
+EXPERTS: Final[tuple[dict[str, Any], ...]] = (
+    {"zero": 3, "micro_batch": 2, "precision": "fp32"},
+    {"zero": 3, "micro_batch": 2, "precision": "bf16-mixed", "recompute": "full"},
+    {"zero": 2, "micro_batch": 2, "accumulate": 2, "precision": "bf16", "recompute": "full"},
+    {"zero": 3, "micro_batch": 4, "precision": "bf16", "optimizer": "sgd-momentum", "set_to_none": False},
+    {"zero": 3, "micro_batch": 2, "accumulate": 2, "precision": "bf16-mixed", "fsdp_units": "block+ends"},
+    {"zero": 3, "micro_batch": 2, "precision": "fp32", "optimizer_impl": "foreach", "recompute": "full"},
+    {"zero": 3, "micro_batch": 2, "precision": "bf16-mixed", "dp_replicate": 2},
+)
+"""Beside expert-parallel ranks, on one group of them and on two; `accumulate`: micro-batches of a replica."""
+
+IN_ONE_GROUP: Final[tuple[dict[str, Any], ...]] = (
+    {"micro_batch": 2, "precision": "fp32"},
+    {"micro_batch": 2, "precision": "bf16-mixed", "recompute": "full"},
+)
+"""Expert-parallel ranks that are the tensor ranks, and no others."""
+
+MIXTURES: Final[tuple[dict[str, Any], ...]] = (
+    {"zero": 3, "micro_batch": 2, "precision": "fp32", "recompute": "full"},
+    {"zero": 3, "micro_batch": 2, "precision": "bf16-mixed"},
+)
+"""Each mixture of experts of transformers, on two groups of expert-parallel ranks."""
+
+MOST_RANKS: Final = 8
+"""Of a case; more take too long on a few cores."""
+
 UNEVEN: Final = "hf-llama-odd"
 """A module whose sizes the ranks do not divide: `tests/test_divided.py` compares the first rank."""
 
@@ -69,7 +96,41 @@ def divided() -> tuple[Case, ...]:
         InvalidValue: if transformers is not installed.
     """
     _check_installed()
-    return tuple([case for name, tp in divided_traces() for case in _small(name, tp)])
+    return tuple([case for name, tp, ep in divided_traces() if ep == 1 for case in _small(name, tp)])
+
+
+def experts() -> tuple[Case, ...]:
+    """Small mixtures of experts over expert-parallel CPU ranks.
+
+    Raises:
+        InvalidValue: if transformers is not installed.
+    """
+    _check_installed()
+    asked = [one for one in divided_traces() if one.ep > 1 and one.name not in PUBLISHED]
+    return tuple([case for one in asked for case in _of_experts(one)])
+
+
+def _of_experts(one: Divided) -> Iterator[Case]:
+    model, ranks = shipped_trace(*one), one.ep // one.tp
+    if is_architecture(one.name):
+        yield from _with_experts(model, one, MIXTURES, 2 * ranks)
+        return
+    if ranks == 1:
+        yield from _with_experts(model, one, IN_ONE_GROUP, 1)
+    for dp in (ranks, 2 * ranks):
+        if dp > 1:
+            yield from _with_experts(model, one, EXPERTS, dp)
+
+
+def _with_experts(
+    model: TracedModel, one: Divided, plans: Iterable[dict[str, Any]], dp: int
+) -> Iterator[Case]:
+    for options in plans:
+        asked = {"dp_replicate": 1, **options, "dp": dp, "ep": one.ep}
+        replicas = dp * asked["dp_replicate"]
+        if replicas * one.tp <= MOST_RANKS:
+            asked["global_batch"] = replicas * asked["micro_batch"] * asked.pop("accumulate", 1)
+            yield from _cases(model, one.tp, [asked])
 
 
 def gpu_divided(gpus: Gpus | None) -> tuple[Case, ...]:
@@ -83,8 +144,8 @@ def gpu_divided(gpus: Gpus | None) -> tuple[Case, ...]:
         return divided()
     backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
     found = []
-    for name, tp in divided_traces():
-        if name in PUBLISHED:
+    for name, tp, ep in divided_traces():
+        if name in PUBLISHED and ep == 1:
             for case in _cases(shipped_trace(name, tp), tp, AT_TRUE_SIZE, wild_named(name).seq_len):
                 case = replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend, rank=0)
                 found.append(replace(case, steps=UNTIMED_STEPS, timeout_s=600.0))

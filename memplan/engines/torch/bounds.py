@@ -48,6 +48,7 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
     n_gathers = np.where((plan.zero == 2) & options.no_sync, 1, once)
     gathered = n_gathers * elements + reshards * again * block_elements
     reduced = n_reductions * elements * formats.reduce.itemsize
+    part = part * (plan.ep == 1)  # experts are sharded between fewer ranks, and send less
     weights = elements * formats.stored.itemsize / dp
     grads = 0.0 if plan.offload else elements * formats.accumulate.itemsize / dp
     unsharded_grads = elements * formats.reduce.itemsize

@@ -14,7 +14,7 @@ from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
 from memplan.engines.trace import EMPTY, Block, Segment
 from memplan.hardware import gpu
-from memplan.mesh import AXES
+from memplan.mesh import AXES, VIEWS
 from memplan.models import Layers, Model, TracedModel, counted_weights
 from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
@@ -28,6 +28,7 @@ class TorchEngine(Engine):
 
     name = "torch"
     axes = tuple(AXES.own)
+    views = tuple(VIEWS)
     refusals = REFUSALS
     options = TorchOptions
     gives_bounds = True
@@ -68,6 +69,12 @@ class TorchEngine(Engine):
                 f"tp={plan.tp} divides {model.name} by its framework's own plan (of transformers: "
                 "base_model_tp_plan). What that plan does not name, such as norms, each rank has whole."
             )
+        if plan.ep > 1:
+            yield (
+                f"ep={plan.ep} divides the experts of {model.name} as transformers does (base_model_ep_plan, "
+                "an all-to-all to the experts and one back). Tokens are taken to choose all experts equally "
+                "often: a rank whose experts are chosen more holds more activations, in proportion."
+            )
         if plan.fsdp and torch_options(plan).fsdp_version == 1:
             yield (
                 "FSDP1 calls record_stream: the allocator reuses a block only once the other stream is done. "
@@ -102,13 +109,13 @@ class TorchEngine(Engine):
             parameters: Sequence[Parameter], forward: Sequence[Segment], backward: Segment, flops: Segment
         ) -> Costs:
             events = [e for each in (*forward, backward) for e in each.events]
-            sent = [e for e in events if isinstance(e, Collective)]
+            sent = [e for e in events if isinstance(e, Collective) and e.axis == "tp"]
             computed = [e for e in flops.events if isinstance(e, Compute)]
             return Costs(
                 elements=sum([p.n_elements for p in parameters if p.requires_grad]),
                 flops=sum([e.flops for e in computed if e.phase != "backward"]),
                 backward_flops=sum([e.backward_flops for e in events if isinstance(e, Compute)]),
-                sent_bytes=sum([self.wire_bytes(each.kind, each.payload_bytes, plan.tp) for each in sent]),
+                sent_bytes=sum([self.wire_bytes(e.kind, e.payload_bytes, plan.tp) for e in sent]),
                 saved_bytes=sum([each.stretch("").net_bytes for each in forward]),
             )
 

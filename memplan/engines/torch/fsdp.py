@@ -3,7 +3,8 @@
 Source: `torch.distributed.fsdp._fully_shard._fully_shard:fully_shard`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, final
 
@@ -25,8 +26,20 @@ from memplan.engines.torch.units import (
     repeatedly,
 )
 from memplan.engines.trace import Segment
+from memplan.memory import Alive
 from memplan.placements import Replicate
-from memplan.record import AccumulateGrad, Alloc, Event, Free, Stretch, chain, events, frees, repeated
+from memplan.record import (
+    AccumulateGrad,
+    Alloc,
+    Event,
+    Free,
+    Stretch,
+    UnitHook,
+    chain,
+    events,
+    frees,
+    repeated,
+)
 from memplan.shapes import Buffer, Parameter, buffer_of
 
 Weights = Literal["sharded", "freed after forward", "whole"]
@@ -42,6 +55,7 @@ class FsdpState(NamedTuple):
         has_sums: there are unsharded gradients in the type in which a schedule's micro-batches are summed.
         has_sharded_grads: there are reduced gradients, of an earlier pass or zeroed.
         recomputed_last: the blocks were last run to be recomputed (`FSDPModule.defers`).
+        gathered: the group of experts that was last gathered to be recomputed, whose flat buffer is held.
         deferring: for each micro-batch in flight, `recomputed_last` before its forward pass.
     """
 
@@ -52,6 +66,7 @@ class FsdpState(NamedTuple):
     has_sums: bool = False
     recomputed_last: bool = False
     deferring: tuple[bool, ...] = ()
+    gathered: ParamGroup | None = None
 
 
 @final
@@ -65,8 +80,10 @@ class FSDPModule(StageModule[FsdpState]):
     """
 
     def __init__(self, stage: Stage, dp_rank: int) -> None:
-        super().__init__(stage, FsdpState(has_sharded_grads=not stage.options.set_to_none))
         self.units = Units(stage, dp_rank)
+        zeroed, last = not stage.options.set_to_none, gathered_last(stage, self.units)
+        super().__init__(stage, FsdpState(has_sharded_grads=zeroed, gathered=last))
+        self.is_backward = False
         self.pipelined = stage.plan.pp > 1
         self.grads = stage.trace.gradients()
         summed = stage.plan.formats.reduce
@@ -109,8 +126,15 @@ class FSDPModule(StageModule[FsdpState]):
     def sharded_grads(self) -> Iterable[tuple[Buffer, int]]:
         return [(group.reduced, times) for group, times in self.units if group.trained]
 
+    @property
+    def between_steps(self) -> Alive:
+        """What was gathered last in a step's backward pass and is held until the next forward pass."""
+        held = self.initial.gathered
+        return Counter() if held is None else Counter([held.flat])
+
     def _begin_pass(self) -> None:
         self.comms = CommContext(has_sharded_grads=self.state.has_sharded_grads)
+        self.comms.all_gather = self.state.gathered
 
     # --- What happens to one group ---
 
@@ -121,8 +145,12 @@ class FSDPModule(StageModule[FsdpState]):
         """
         if group is not None and not self._is_whole(group):
             yield from group.unshard()
-            yield from group.wait_for_unshard(self.comms.all_gather)
-            self.comms.all_gather = group
+            yield from self._waited(group)
+
+    def _waited(self, group: ParamGroup) -> Iterator[CountedEvents]:
+        """Copies an all-gather's output in a forward pass, and holds its flat buffer until the next copy."""
+        yield from group.wait_for_unshard(self.comms.all_gather)
+        self.comms.all_gather = None if group.alone else group
 
     def post_forward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a group's unsharded weights, if it reshards.
@@ -159,6 +187,50 @@ class FSDPModule(StageModule[FsdpState]):
         if group is not None:
             yield from self.prefetch(following)
 
+    def _hooked(self, found: Sequence[Event], following: ParamGroup | None) -> Iterator[CountedEvents]:
+        """A block's events with what the hooks of its experts do, which are a unit of their own.
+
+        `following`: the group that is needed after the experts in the backward pass. Experts that are
+        recomputed before their output's gradient exists are gathered as they are called, and stay so; the
+        flat buffer is held to their end, and longer if the recomputation stops before it.
+
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward` (`is_bw`),
+        `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward`,
+        `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._post_forward` (`iter_forward_root`).
+        """
+        start, ready = 0, False
+        for place, event in enumerate(found if self.units.experts else ()):
+            if not isinstance(event, UnitHook):
+                continue
+            yield tuple(found[start:place]), 1
+            start, experts = place + 1, self.units.experts[event.parameters]
+            match event.kind:
+                case "pre_forward" if not self.is_backward:
+                    yield from self.pre_forward(experts)
+                case "pre_forward" if not ready:
+                    ready = True
+                    yield from self.prefetch(experts)
+                    if self.comms.prefetched is experts:
+                        self.comms.prefetched = None
+                        yield from self._waited(experts)
+                case "post_forward" if not self.is_backward:
+                    yield from self.post_forward(experts)
+                case "post_forward" if self.comms.all_gather is experts:
+                    self.comms.all_gather = None
+                    yield frees(experts.flat), 1
+                case "pre_backward":
+                    yield from self.prefetch(following) if ready else self.pre_backward(experts, following)
+                    ready = True
+                case "post_backward":
+                    yield from self.post_backward(experts)
+        yield tuple(found[start:]), 1
+
+    def _within(self, found: Iterable[Event], following: ParamGroup | None) -> ParamGroup | None:
+        """The experts of a block, which its backward pass needs after its own group; else the `following`."""
+        events = found if self.units.experts else ()
+        named = (event.parameters for event in events if isinstance(event, UnitHook))
+        return next((self.units.experts[names] for names in named), following)
+
     def post_backward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a group's weights and reduces its gradients; under a schedule gradients are only summed.
 
@@ -177,6 +249,7 @@ class FSDPModule(StageModule[FsdpState]):
     def _forward(self, release: Stretch | None) -> Stretch:
         """The forward pass: groups that are not unsharded are gathered as their modules are called."""
         self._begin_pass()
+        self.is_backward = False
         trace, units = self.trace, self.units
 
         def end(name: str, group: ParamGroup | None, segment: Segment, places: tuple[int, int]) -> Stretch:
@@ -191,8 +264,11 @@ class FSDPModule(StageModule[FsdpState]):
         parts.append(in_order(f"forward: {'module' if whole else 'embedding'}", self.pre_forward(units.root)))
         parts.append(end("forward: embedding", units.embed, trace.embed, trace.ends.embed))
         for group, segments, times in grouped(self.stage.forward_order, units.rows):
-            passed = [(segment.events, n) for segment, n in segments]
-            turns = (*opened_when_called([*self.pre_forward(group)], passed), *self.post_forward(group))
+            opened = [*self.pre_forward(group)]
+            passed = list[CountedEvents]()
+            for segment, n in segments:
+                passed += repeatedly(self._hooked(segment.events, None), n)
+            turns = (*opened_when_called(opened, passed), *self.post_forward(group))
             parts.append(repeated(in_order("forward: block", turns), times))
         if self.stage.last:
             parts.append(end("forward: head", units.head, trace.head, trace.ends.head))
@@ -204,7 +280,7 @@ class FSDPModule(StageModule[FsdpState]):
         if self.stage.last:
             parts.append(events("loss", trace.loss.events))
         weights: Weights = "freed after forward" if self.stage.plan.zero == 3 else "whole"
-        self.state = self.state._replace(weights=weights, unshard_issued=False)
+        self.state = self.state._replace(weights=weights, unshard_issued=False, gathered=None)
         if self.defers:
             deferring = *self.state.deferring, self.state.recomputed_last
             self.state = self.state._replace(recomputed_last=False, deferring=deferring)
@@ -217,6 +293,7 @@ class FSDPModule(StageModule[FsdpState]):
         end.
         """
         self._begin_pass()
+        self.is_backward = True
         trace, units = self.trace, self.units
         late = any(self.state.deferring[:1])
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
@@ -233,10 +310,11 @@ class FSDPModule(StageModule[FsdpState]):
         for (group, segments, times, closes), following in zip(rows, order[1:], strict=False):
             if not any(segment.events for segment, _ in segments):
                 continue
-            turns = [*self.pre_backward(group, following)]
+            turns = [*self.pre_backward(group, self._within(segments[0][0].events, following))]
             for segment, n in segments:
                 body = self._added(segment)
-                turns.append((from_outside(body, trace.boundary_grad) if outer else body, n))
+                body = from_outside(body, trace.boundary_grad) if outer else body
+                turns += repeatedly(self._hooked(body, following), n)
                 outer = False
             turns += self.post_backward(group) if closes else ()
             parts.append(repeated(in_order("backward: block", turns), times))
@@ -257,6 +335,7 @@ class FSDPModule(StageModule[FsdpState]):
     def _passed_backward(self, *, made_grads: bool) -> None:
         """The state after a backward pass or its first part; `made_grads`: they are there unsharded."""
         state = self.state._replace(unshard_issued=False, deferring=self.state.deferring[1:])
+        state = state._replace(gathered=self.comms.all_gather)
         if not self.pipelined:
             self.state = state._replace(weights="sharded", has_sharded_grads=True)
         elif made_grads and self.sums_in_reduce_dtype:
@@ -417,7 +496,7 @@ class FSDPModule(StageModule[FsdpState]):
         if self.comms.reduced:
             yield from self._of_units(lambda group: group.finalize_backward(self.comms))
         ahead, reduced = self.comms.prefetched, self.comms.reduce_scatter
-        yield () if ahead is None else frees(ahead.flat), 1
+        yield () if ahead is None or ahead.alone else frees(ahead.flat), 1
         yield () if reduced is None else frees(reduced.reduce_input), 1
 
     # --- What a schedule does between passes ---
@@ -476,3 +555,21 @@ class FSDPModule(StageModule[FsdpState]):
         """What happens to each of the stage's groups, one after the other."""
         for group, times in self.units:
             yield from repeatedly(play(group), times)
+
+
+def gathered_last(stage: Stage, units: Units) -> ParamGroup | None:
+    """The experts that a step gathers last to recompute them: those of the first block that has some.
+
+    None if their output's gradient exists by then, as they are gathered before it as any unit is, or if they
+    are recomputed to their end.
+
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard`
+    (`all_gather_state`).
+    """
+    for block, _ in stage.blocks:
+        hooks = [event for event in block.backward.events if isinstance(event, UnitHook)]
+        if hooks:
+            group = units.experts[hooks[0].parameters]
+            stops = [hook.kind for hook in hooks[:2]] == ["pre_forward", "pre_backward"]
+            return group if stops and group.reshards and not group.alone else None
+    return None

@@ -8,7 +8,7 @@ from copy import copy
 from functools import cached_property
 from itertools import groupby
 
-from memplan.engines.torch.sharding import padded_shard_elements, partial_sum, shard_elements
+from memplan.engines.torch.sharding import n_shards, padded_shard_elements, partial_sum, shard_elements
 from memplan.engines.torch.stage import Stage, stored_dtype, trained
 from memplan.engines.torch.units import CountedEvents, EqualParameters, Row, collectives
 from memplan.record import Alloc, Collective, Event, Free, Overlap, allocs, frees
@@ -18,16 +18,21 @@ from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 class ParamGroup:
     """Parameters that are gathered and reduced together: an FSDP2 unit.
 
-    `dp` ranks each hold padded shards, so that the flat buffers are dp times the largest shard. A group that
-    `reshards` frees its weights after its forward pass and gathers them again for its backward pass.
+    `n_shards` ranks each hold padded shards, so that the flat buffers are so many times the largest shard. A
+    group that `reshards` frees its weights after its forward pass and gathers them again for its backward
+    pass. One of experts is sharded between the ranks that hold the same; a rank `alone` copies its weights,
+    and gathers and sends nothing.
     """
 
     def __init__(
         self, stage: Stage, dp_rank: int, name: str, parts: Iterable[EqualParameters], *, reshards: bool
     ) -> None:
-        n, formats = stage.plan.dp, stage.plan.formats
+        formats = stage.plan.formats
         self.stage, self.dp_rank, self.reshards = stage, dp_rank, reshards
         self.parts = [part for part in parts if part.parameters and part.n]
+        first = self.parts[0].parameters[0]
+        self.is_of_experts = first.is_of_experts
+        self.n_shards = n = n_shards(first, stage.plan)
         trained_parts = [EqualParameters(tuple(trained(part.parameters)), part.n) for part in self.parts]
         self.trained = [part for part in trained_parts if part.parameters]
         self.replicates = 1 * (stage.plan.dp_replicate > 1)
@@ -49,13 +54,22 @@ class ParamGroup:
         self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (reduced,), formats.accumulate)
         self.reduce_output = buffer_of(f"{name} (reduce-scatter output)", (reduced,), self.dtype)
         self.casts_reduced = self.dtype != formats.accumulate
+        self.divided = buffer_of(f"{name}.grad (divided)", (reduced,), self.dtype)
         self.all_gather, self.reduce_scatter, self.all_reduce = collectives(
-            self.flat.n_bytes, self.reduce_input.n_bytes, self.reduce_output.n_bytes
+            self.flat.n_bytes,
+            self.reduce_input.n_bytes,
+            self.reduce_output.n_bytes,
+            "efsdp" if self.is_of_experts else "dp",
         )
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank has a part of it."""
+        return self.n_shards == 1
 
     def shard(self, parameter: Parameter) -> int:
         """Elements of a rank's padded shard of a parameter."""
-        return padded_shard_elements(parameter, self.stage.plan.dp)
+        return padded_shard_elements(parameter, self.n_shards)
 
     def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
         """Inputs of an all-gather that are copies of shards, each with the uploaded copy it is cast from.
@@ -86,9 +100,13 @@ class ParamGroup:
     def unshard(self) -> Iterator[CountedEvents]:
         """All-gather into one flat buffer, from shards in the compute type on the device.
 
+        A rank alone gathers nothing.
+
         Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:_get_param_all_gather_inputs`,
         `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.all_gather_inputs`.
         """
+        if self.alone:
+            return
         for inputs, times in self.inputs:
             yield tuple(event for buffer in inputs for event in self._filled(buffer)), times
         yield (*allocs(self.flat), self.all_gather), 1
@@ -124,10 +142,33 @@ class ParamGroup:
         return (*allocs(uploaded), moved, *allocs(shard), *frees(uploaded))
 
     def wait_for_unshard(self, stale: "ParamGroup | None") -> Iterator[CountedEvents]:
-        """Copies the flat buffer into the parameters, then frees the flat buffer of `stale`, if any."""
-        for buffers, times in self.unsharded:
-            yield allocs(*buffers), times
-        yield frees(stale.flat) if stale is not None else (), 1
+        """Copies the flat buffer into the parameters, then frees the flat buffer of `stale`, if any.
+
+        A rank alone copies its own weights, through copies in the compute type where they are stored in
+        another one: each is freed when the next has been made.
+
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard`.
+        """
+        casts: tuple[Buffer, ...] = ()
+        for (buffers, times), (parameters, _) in zip(self.unsharded, self.parts, strict=True):
+            if not self.alone:
+                yield allocs(*buffers), times
+                continue
+            for buffer, parameter in zip(buffers, parameters, strict=True):
+                before, casts = casts, self.casts[parameter]
+                yield (*allocs(*casts), *frees(*before), *allocs(buffer)), 1
+        yield frees(stale.flat) if stale is not None and not stale.alone else (), 1
+        yield frees(*casts), 1
+
+    @cached_property
+    def casts(self) -> dict[Parameter, tuple[Buffer, ...]]:
+        """The copy of each of a rank's shards in the compute type; none of one that is stored in it."""
+        compute, found = self.stage.plan.formats.gather, {}
+        for p in [p for own, _ in self.parts for p in own]:
+            name = f"{p.name} (own shard as {compute.name})"
+            is_cast = stored_dtype(p, self.stage.weight_dtype) != compute
+            found[p] = (buffer_of(name, (self.shard(p),), compute),) * is_cast
+        return found
 
     def reshard(self) -> Iterator[CountedEvents]:
         """Free the unsharded parameters."""
@@ -183,8 +224,12 @@ class ParamGroup:
             yield frees(*buffers), n
         yield frees(*own[-1][0]), times - 1
         freed = [grad for grad in own[-1][0] if grad not in held]
-        yield (*frees(*freed), *allocs(output), self.reduce_scatter), 1
-        if self.stage.backend == "gloo":
+        yield (*frees(*freed), *allocs(output)), 1
+        if self.alone:  # its gradients are divided by the number of batches that its experts saw
+            yield (*allocs(self.divided), *frees(self.divided)), 1
+        else:
+            yield (self.reduce_scatter,), 1
+        if self.stage.backend == "gloo" and not self.alone:
             yield (*allocs(self.reduce_scratch), *frees(self.reduce_scratch)), 1
         yield (self.all_reduce,), self.replicates
         if self.casts_reduced:
@@ -217,7 +262,7 @@ class ParamGroup:
             yield allocs(*buffers), n
         if self.stage.device.casts_in_copies and self.dtype != dtype:
             for parameters, n in self.trained:
-                sizes = {p: self.stage.plan.dp * self.shard(p) for p in parameters}
+                sizes = {p: self.n_shards * self.shard(p) for p in parameters}
                 copies = [buffer_of(f"{p.name}.grad (in chunks)", (n,), dtype) for p, n in sizes.items()]
                 yield tuple(e for copied in copies for e in (*allocs(copied), *frees(copied))), n
         for buffers, n in (*padded, *widened):
@@ -271,7 +316,7 @@ class ParamGroup:
         if self._pads_in_kernel(dtype):
             return
         for p in parameters:
-            padded_elements = self.stage.plan.dp * self.shard(p)
+            padded_elements = self.n_shards * self.shard(p)
             if padded_elements != p.n_elements:
                 yield buffer_of(f"{p.name}.grad (padded)", (padded_elements,), dtype)
 
@@ -324,7 +369,19 @@ class Units:
     def __init__(self, stage: Stage, dp_rank: int) -> None:
         options, trace, again = stage.options, stage.trace, stage.plan.zero == 3
         embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(trace.head_parameters, 1)
-        blocks = [(EqualParameters(own, n), role) for own, n, role in stage.block_parameters]
+        self.experts: dict[tuple[str, ...], ParamGroup] = {}
+        """The units of experts within blocks, by the names of their parameters."""
+        self.within: dict[ParamGroup | None, ParamGroup] = {}
+        """The experts of a block, by its own unit."""
+        blocks, inner = [], dict[EqualParameters, ParamGroup]()
+        for own, n, role in stage.block_parameters:
+            rest, experts = (tuple([p for p in own if p.is_of_experts == of]) for of in (False, True))
+            blocks.append((EqualParameters(rest, n), role))
+            if names := tuple([p.name for p in experts]):
+                if names not in self.experts:
+                    parts = [EqualParameters(experts, 1)]
+                    self.experts[names] = ParamGroup(stage, dp_rank, "experts", parts, reshards=again)
+                inner[EqualParameters(rest, 1)] = self.experts[names]
 
         def unit(name: str, *parts: EqualParameters, reshards: bool = again) -> ParamGroup | None:
             any_parameters = any(p.parameters for p in parts)
@@ -342,19 +399,24 @@ class Units:
             self.embed, self.head = unit("embedding", embed), unit("head", head)
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
         for role, run in groupby(blocks, key=lambda block: block[1]):
-            own = [part for part, _ in run]
+            in_a_row = [part for part, _ in run]
             if role in ("between", "idle"):
-                self.rows.append(Row(None, sum([part.n for part in own]), 1))
+                self.rows.append(Row(None, sum([part.n for part in in_a_row]), 1))
                 continue
-            for shared, times in _rows_of(own, options.fsdp_blocks if role == "block" else 1):
+            for shared, times in _rows_of(in_a_row, options.fsdp_blocks if role == "block" else 1):
                 size = sum([part.n for part in shared])
                 if shared not in made:
                     made[shared] = unit("block" if size == 1 else f"{size} blocks", *shared)
+                for part in shared:
+                    if part in inner:
+                        self.within[made[shared]] = inner[part]
                 self.rows.append(Row(made[shared], size, times))
 
     def __iter__(self) -> Iterator[tuple[ParamGroup, int]]:
         """Each different unit in module order, and how often it occurs."""
-        groups = [(row.group, row.times) for row in self.rows]
+        groups: list[tuple[ParamGroup | None, int]] = []
+        for row in self.rows:
+            groups += [(row.group, row.times), (self.within.get(row.group), row.times)]
         named = (self.root, 1), (self.embed, 1), *groups, (self.head, 1)
         return ((unit, times) for unit, times in named if unit is not None)
 

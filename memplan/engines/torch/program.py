@@ -12,7 +12,7 @@ from memplan.engines.torch.module import PlainModule, StageModule
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.releasing import lets_outputs_go
-from memplan.engines.torch.sharding import ddp_buckets, padded_shard_elements
+from memplan.engines.torch.sharding import ddp_buckets
 from memplan.engines.torch.stage import RankStages, Stage, trained
 from memplan.memory import Alive
 from memplan.models import TracedModel, ends_are_tied
@@ -229,8 +229,8 @@ def _lazy_init(stages: RankStages) -> Iterator[Event]:
 def _padded(stages: RankStages, parameters: Iterable[Parameter], made: Iterable[Buffer]) -> Iterator[Event]:
     """Shards with fewer rows than others have, copied into padded ones."""
     for parameter, shard in zip(parameters, made, strict=True):
-        elements = padded_shard_elements(parameter, stages.plan.dp)
-        if elements != stages.weight_elements(parameter):
+        if stages.padding_elements(parameter):
+            elements = stages.weight_elements(parameter) + stages.padding_elements(parameter)
             padded = buffer_of(parameter.name, (elements,), stages.stored_dtype(parameter), "weights")
             yield from (*allocs(padded), *frees(shard))
 
@@ -254,10 +254,10 @@ def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buff
 
 
 def kept_by_hooks(modules: Iterable[StageModule[Any]]) -> Alive:
-    """The state of DDP's communication hooks."""
+    """The state of DDP's communication hooks, and what FSDP2 gathered last."""
     kept: Alive = Counter()
     for one in modules:
-        if isinstance(one, DistributedDataParallel):
+        if isinstance(one, DistributedDataParallel | FSDPModule):
             kept += one.between_steps
     return kept
 

@@ -333,7 +333,7 @@ def _check_precision(model: Model, plan: Plan) -> None:
 
 def _check_recordings(model: Model, plan: Plan) -> None:
     """Raise for what no recording of a module's own passes says: it is traced, or will be to be divided."""
-    if isinstance(model, TracedModel) or (plan.tp > 1 and not model.divides_itself):
+    if isinstance(model, TracedModel) or (max(plan.tp, plan.ep) > 1 and not model.divides_itself):
         _raise_first(
             model,
             (
@@ -362,7 +362,7 @@ def _check_traced(model: Model, plan: Plan) -> None:
     options = torch_options(plan)
     integers, narrow = model.integer_dtypes, model.narrow_dtypes
     other_release = not model.made_with.startswith(f"torch {options.torch_version}.")
-    if (mesh := with_several(tp=plan.tp)) != model.mesh and not model.config:
+    if (mesh := with_several(tp=plan.tp, ep=plan.ep)) != model.mesh and not model.config:
         raise not_divided_so(model, mesh)
     traced_alone = (
         (plan.pp > 1 and not model.n_layers, f"pp={plan.pp}", "pp=1: it has no blocks"),
@@ -394,6 +394,49 @@ def _check_traced(model: Model, plan: Plan) -> None:
         (other_release, f"torch_version={options.torch_version!r}", f"that of {model.made_with}"),
     )
     _raise_first(model, traced_alone)
+
+
+def _check_experts(model: Model, plan: Plan) -> None:
+    """Raise for expert-parallel ranks beside what transformers or PyTorch does not run with them.
+
+    Source: transformers.distributed.configuration_utils (`DistributedConfig._validate_resolved_ep_plan`).
+    """
+    if plan.ep == 1:
+        return
+    options, named = torch_options(plan), f"ep={plan.ep}"
+    if model.divides_itself:
+        raise MissingRule(
+            f"{named} has no rule for {model.code}, the implementation {model.implementation!r} of "
+            f"{model.name}: it has no experts that are known; use ep=1, or a mixture of experts.",
+            kind="ep of a model without experts",
+        )
+    if plan.pp > 1:
+        raise PlanRefused(
+            f"{named} beside pp={plan.pp}: transformers refuses it ('Combining token dispatch with pipeline "
+            "parallelism is not supported/tested yet.'); use pp=1, or ep=1.",
+            kind="ep in a pipeline, which transformers refuses",
+        )
+    if plan.clip_grad_norm is not None:
+        raise PlanRefused(
+            f"clip_grad_norm={plan.clip_grad_norm:g} beside {named} fails in torch.nn.utils.clip_grad_norm_ "
+            "('All operands in aten.stack.default must have the same mesh'); leave it out, or use ep=1.",
+            kind="gradient clipping beside ep, which fails in PyTorch",
+        )
+    not_modelled = (
+        (plan.ddp, f"zero={plan.zero}, dp={plan.dp}", "zero=2 or 3: DDP would average different experts"),
+        (plan.fsdp and options.fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (plan.offload, "offload=True", "offload=False"),
+        (plan.formats.loss_scaled, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
+        (options.fsdp_units == "model", "fsdp_units='model'", "fsdp_units='block'"),
+        (options.fsdp_blocks > 1, f"fsdp_blocks={options.fsdp_blocks}", "fsdp_blocks=1"),
+        (plan.recompute_blocks is not None, "recompute_blocks", "all blocks or none"),
+    )
+    for asked, what, other in not_modelled:
+        if asked:
+            raise MissingRule(
+                f"{named} with {what} has no rule yet; use {other}, or ep=1.",
+                kind=f"ep with {what.partition('=')[0]}",
+            )
 
 
 def _check_divided(model: Model, plan: Plan) -> None:
@@ -482,6 +525,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_fsdp1,
     _check_static_graph,
     _check_units,
+    _check_experts,
     _check_divided,
     _check_recordings,
     _check_traced,

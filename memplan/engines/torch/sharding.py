@@ -6,6 +6,7 @@ from heapq import heapreplace
 from math import prod
 from typing import Final
 
+from memplan.plan import Plan, Rank
 from memplan.record import Collective
 from memplan.shapes import Parameter, Shape
 from memplan.units import MiB, human_bytes
@@ -31,6 +32,16 @@ def shard_rows(n_rows: int, n_shards: int, rank: int) -> int:
     """
     chunk = padded_rows(n_rows, n_shards)
     return max(0, min(n_rows, (rank + 1) * chunk) - rank * chunk)
+
+
+def n_shards(parameter: Parameter, plan: Plan) -> int:
+    """The ranks between which FSDP2 shards a parameter: those that hold the same experts, or dp."""
+    return plan.efsdp if parameter.is_of_experts else plan.dp
+
+
+def shard_rank(parameter: Parameter, plan: Plan, rank: Rank) -> int:
+    """The place of a rank among those between which FSDP2 shards a parameter."""
+    return (rank.dp * plan.tp + rank.tp) // plan.ep if parameter.is_of_experts else rank.dp
 
 
 def shard_elements(parameter: Parameter, n_shards: int, rank: int) -> int:

@@ -12,7 +12,13 @@ from memplan.engines.recorded import recorded
 from memplan.engines.split import BlockRuns, SplitTrace, split_traced
 from memplan.engines.torch.options import torch_options, weight_dtype
 from memplan.engines.torch.refusals import check_trace
-from memplan.engines.torch.sharding import padded_shard_elements, shard_elements, zero_redundancy_partition
+from memplan.engines.torch.sharding import (
+    n_shards,
+    padded_shard_elements,
+    shard_elements,
+    shard_rank,
+    zero_redundancy_partition,
+)
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
@@ -35,8 +41,8 @@ StageKind = tuple[bool, bool, tuple[Layers, ...]]
 
 
 def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
-    """The model as a tensor rank has it; one that is traced so is checked as any trace is."""
-    found = divided(model, with_several(tp=plan.tp), device.type, plan.precision)
+    """The model as a tensor- and expert-parallel rank has it; one that is traced so is checked as any is."""
+    found = divided(model, with_several(tp=plan.tp, ep=plan.ep), device.type, plan.precision)
     if found is not model:
         check_trace(found, plan)
     return found
@@ -71,6 +77,8 @@ class Stage:
             weight_dtype=weight_dtype(plan),
             autocast=formats.compute if plan.autocasts else None,
             tp=plan.tp,
+            ep=plan.ep,
+            shards_experts=self.is_fsdp2 and plan.ep > 1,
             sequence_parallel=plan.sequence_parallel,
             remakes_dtensors=self.plan.ddp,
             cast_units=units if self.is_fsdp2 and plan.mixed and units != "model" else "",
@@ -345,13 +353,15 @@ class RankStages:
 
     def weight_elements(self, parameter: Parameter) -> int:
         """Elements of a parameter that this rank stores."""
-        return (
-            shard_elements(parameter, self.plan.dp, self.rank.dp) if self.plan.fsdp else parameter.n_elements
-        )
+        if not self.plan.fsdp:
+            return parameter.n_elements
+        n, rank = n_shards(parameter, self.plan), shard_rank(parameter, self.plan, self.rank)
+        return shard_elements(parameter, n, rank)
 
     def padding_elements(self, parameter: Parameter) -> int:
         """Elements that pad this rank's shard of a parameter."""
-        return padded_shard_elements(parameter, self.plan.dp) - self.weight_elements(parameter)
+        n = n_shards(parameter, self.plan)
+        return padded_shard_elements(parameter, n) - self.weight_elements(parameter)
 
     def weight_shape(self, parameter: Parameter) -> Shape:
         """The shape of a parameter as this rank stores it."""
@@ -493,7 +503,8 @@ class RankStages:
         """
         world_size = self.plan.world_size
         counted = world_size > 1 and self.device.on_cpu
-        return Counter([buffer_of("ranks of the mesh", (world_size,), INT32)] if counted else ())
+        ranks = buffer_of("ranks of the mesh", (world_size,), INT32)
+        return Counter({ranks: 2 if self.plan.ep > 1 else 1} if counted else ())
 
     @property
     def barrier(self) -> Alive:

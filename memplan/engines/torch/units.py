@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from memplan.engines.trace import Segment, buffer_in
+from memplan.mesh import Group as MeshGroup
 from memplan.record import Collective, Event, Stretch, chain, events, repeated
 from memplan.shapes import Parameter, Role
 
@@ -29,16 +30,19 @@ class Row(NamedTuple, Generic[Group]):
 
 
 def collectives(
-    gathered_bytes: int, reduced_bytes: int, sharded_bytes: int
+    gathered_bytes: int, reduced_bytes: int, sharded_bytes: int, axis: MeshGroup = "dp"
 ) -> tuple[Collective, Collective, Collective]:
-    """A unit's all-gather of weights, its reduce-scatter of gradients, and their all-reduce over replicas."""
+    """A unit's all-gather of weights, its reduce-scatter of gradients, and their all-reduce over replicas.
+
+    `axis`: the ranks between which the unit is sharded.
+    """
     return (
         Collective(
-            kind="all_gather", axis="dp", what="gather weights",
+            kind="all_gather", axis=axis, what="gather weights",
             payload_bytes=gathered_bytes, overlap="compute",
         ),
         Collective(
-            kind="reduce_scatter", axis="dp", what="reduce gradients",
+            kind="reduce_scatter", axis=axis, what="reduce gradients",
             payload_bytes=reduced_bytes, overlap="backward",
         ),
         Collective(

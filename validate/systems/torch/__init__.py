@@ -14,7 +14,7 @@ from memplan.errors import PlanRefused
 from validate.cases import Case
 from validate.collectives import axis_of_group
 from validate.systems import Training
-from validate.systems.torch.parallelize import device_mesh, parallel_module, stage_module
+from validate.systems.torch.parallelize import device_mesh, expert_mesh, parallel_module, stage_module
 from validate.systems.torch.passes import Passes, passes
 from validate.systems.torch.updates import Update, gradient, update_of
 from validate.systems.torch.wild import wild_modules, wild_passes
@@ -73,15 +73,15 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
             f"torch_version={asked!r} cannot be run: PyTorch {torch.__version__} is installed; "
             "leave it out, or install that release."
         )
-    mesh = device_mesh(plan, device)
+    mesh, experts = device_mesh(plan, device), expert_mesh(plan, device)
     cut_before_made = case.tensors == "real" and not case.computes
     made_on = torch.device("meta") if cut_before_made else device
     if isinstance(model, TracedModel) or case.is_of_others:
-        modules = wild_modules(model, plan, at, mesh, device, seed=case.seed, made_on=made_on)
+        modules = wild_modules(model, plan, at, mesh, experts, device, seed=case.seed, made_on=made_on)
         update = update_of(modules.values(), plan, mesh, device, learning_rate=case.learning_rate)
         frozen = [w for one in modules.values() for w in one.parameters() if not w.requires_grad]
         run = wild_passes(modules, model, plan, at, mesh, device, update.scaler, seed=case.seed)
-        return TorchTraining(run, update, axis_of_group(mesh), frozen)
+        return TorchTraining(run, update, axis_of_group(mesh, experts), frozen)
     seed = case.seed if case.computes else None
     modules = {
         stage: parallel_module(

@@ -59,11 +59,13 @@ shrink to half or less.
 def axes(plan: Plan) -> dict[str, int]:
     """The mesh axes with more than one rank, outermost first, and their sizes.
 
+    Beside expert-parallel ranks "dp" and "tp" are always there.
+
     >>> axes(Plan(dp=2, tp=4, global_batch=2))
     {'dp': 2, 'tp': 4}
     """
-    sizes = plan.mesh.sizes
-    return {axis: n for axis, n in sizes.items() if n > 1}
+    always = ("dp", "tp") if plan.ep > 1 else ()
+    return {axis: n for axis, n in plan.mesh.sizes.items() if n > 1 or axis in always}
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -77,6 +79,18 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     sizes = axes(plan)
     if not sizes:
         return None
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
+    """The same ranks as expert-parallel ones see them; None if there are none.
+
+    Source: transformers.distributed.utils (`initialize_distributed_mesh`).
+    """
+    if plan.ep == 1:
+        return None
+    replicas = {"dp_replicate": plan.dp_replicate} if plan.dp_replicate > 1 else {}
+    sizes = {**replicas, "efsdp": plan.efsdp, "ep": plan.ep}
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
@@ -190,8 +204,15 @@ def shard_weights(
     With `zero=3` every unit but the root frees its weights after its forward pass (PyTorch's default), with
     `zero=2` none does.
     """
+    options = fsdp_options(plan, mesh, "dp")
+    for unit in (*units, module):
+        fully_shard(unit, **options)
+
+
+def fsdp_options(plan: Plan, mesh: DeviceMesh, axis: str) -> dict[str, Any]:
+    """The arguments of `fully_shard` for a unit that is sharded over an axis of a mesh."""
     options: dict[str, Any] = {
-        "mesh": mesh["dp_replicate", "dp"] if plan.dp_replicate > 1 else mesh["dp"],
+        "mesh": mesh["dp_replicate", axis] if plan.dp_replicate > 1 else mesh[axis],
         "reshard_after_forward": None if plan.zero == 3 else False,
     }
     gather, reduce = torch_dtype(plan.formats.gather), torch_dtype(plan.formats.reduce)
@@ -199,8 +220,7 @@ def shard_weights(
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=reduce)
     if plan.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    for unit in (*units, module):
-        fully_shard(unit, **options)
+    return options
 
 
 STRATEGIES: Final = {

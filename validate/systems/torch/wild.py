@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -34,11 +35,13 @@ from memplan.models.config_of import config_of
 from memplan.models.traced import modules_with
 from memplan.plan import Rank
 from memplan.shapes import FP32
-from memplan.tracing.divided import by_plan_of_transformers
+from memplan.tracing.divided import by_plan_of_transformers, dealt_out, is_of_experts
+from validate.cases import Divided
 from validate.standin import materialised
 from validate.systems.torch.architectures import is_architecture, small_module
 from validate.systems.torch.modules import kept_contexts
 from validate.systems.torch.parallelize import (
+    fsdp_options,
     fully_sharded,
     replicated,
     shard_weights,
@@ -746,8 +749,9 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
     return Wild(module=module, inputs=inputs, package="transformers")
 
 
-def wild_trace(name: str, tp: int = 1) -> TracedModel:
-    """One of them over `tp` ranks, traced anew: with CPU's kernels, or of true size with CUDA's."""
+def wild_trace(asked: Divided) -> TracedModel:
+    """One of them, divided, traced anew: with CPU's kernels, or of true size with CUDA's."""
+    name = asked.name
     wild = wild_named(name)
     torch.manual_seed(0)
     inputs = wild.inputs(wild.gpu_batch or 2, wild.seq_len, torch.Generator().manual_seed(0))
@@ -761,8 +765,8 @@ def wild_trace(name: str, tp: int = 1) -> TracedModel:
         name=name,
         max_seq_len=wild.context or wild.seq_len,
         device="cuda" if of_true_size else "cpu",
-        precisions=("bf16", "bf16-mixed") if of_true_size and tp > 1 else tuple(_precisions(name)),
-        mesh={"tp": tp},
+        precisions=("bf16", "bf16-mixed") if of_true_size and asked.mesh else tuple(_precisions(name)),
+        mesh=asked.mesh,
     )
     if of_true_size and wild.inputs is _tokens:
         found = replace(found, config=_config_text(module))
@@ -793,6 +797,7 @@ def wild_modules(
     plan: Plan,
     at: Rank,
     mesh: DeviceMesh | None,
+    experts: DeviceMesh | None,
     device: torch.device,
     *,
     seed: int,
@@ -800,7 +805,8 @@ def wild_modules(
 ) -> dict[int, nn.Module]:
     """The modules of a rank's stages (without a pipeline a single one), wrapped as the plan says.
 
-    Made on `meta`, a module gets its weights on the device when it has been cast and divided.
+    `experts`: the mesh of expert-parallel ranks. Made on `meta`, a module gets its weights on the device when
+    it has been cast and divided.
     """
     wild = wild_of(model)
     found: dict[int, nn.Module] = {}
@@ -816,7 +822,10 @@ def wild_modules(
             for parameter in module.parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(torch_dtype(plan.formats.stored))
-        if plan.tp > 1 and mesh is not None:
+        if experts is not None and mesh is not None:
+            by_plan_of_transformers(module, {"tp": mesh["tp"], "ep": experts["ep"]})
+            deal_out_evenly(module, plan.ep)
+        elif plan.tp > 1 and mesh is not None:
             by_plan_of_transformers(module, mesh)
         stacks, path = stacks_of(module, model), ""
         if plan.recompute != "none":
@@ -832,12 +841,54 @@ def wild_modules(
         if plan.fsdp and mesh is not None and torch_options(plan).fsdp_version == 1:
             module = fully_sharded(module, [one for own in stacks for one in own], plan, mesh, device)
         elif plan.fsdp and mesh is not None:
+            shard_experts(module, plan, experts)
             shard_weights(module, _units(module, stacks, plan), plan, mesh)
         materialised(module, device)
         if plan.ddp and mesh is not None:
             module = replicated(module, plan, mesh["dp"])
         found[stage] = module
     return found
+
+
+def deal_out_evenly(module: nn.Module, n_ranks: int) -> None:
+    """Let a module's routers choose all experts equally often, as memplan's traces of divided experts say.
+
+    Only the numbers of the experts are written, into the tensor that a router has made.
+    """
+    for _, experts, n in _experts_of(module):
+        experts.register_forward_pre_hook(partial(_write_even, n_experts=n, n_ranks=n_ranks))
+
+
+def _write_even(_: nn.Module, arguments: tuple[Any, ...], *, n_experts: int, n_ranks: int) -> None:
+    for one in arguments:
+        if not one.is_floating_point():
+            even = torch.from_numpy(dealt_out(one.numel(), n_experts, n_ranks))
+            one.data.copy_(even.view(one.shape))
+
+
+def _experts_of(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
+    """The modules that hold experts divided over ranks, with their path and the number of all experts."""
+    found = []
+    for path, one in module.named_modules():
+        own = [p for p in one.parameters(recurse=False) if is_of_experts(p)]
+        if own:
+            found.append((path, one, own[0].shape[0]))
+    return found
+
+
+def shard_experts(module: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> None:
+    """FSDP2's units of experts, as transformers makes them: between the ranks that hold the same ones.
+
+    Source: transformers.distributed.fsdp (`apply_fully_sharded_data_parallelism`).
+    """
+    if mesh is None:
+        return
+    for _, experts, _ in _experts_of(module):
+        fully_shard(experts, **fsdp_options(plan, mesh, "efsdp"))
+        unit = cast(FSDPModule, experts)
+        unit.set_gradient_divide_factor(float(plan.n_replicas))
+        if plan.efsdp > 1:
+            unit.set_force_sum_reduction_for_comms(True)
 
 
 def _units(
