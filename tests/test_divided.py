@@ -151,14 +151,14 @@ def test_a_trace_holds_for_its_degrees():
             memplan.estimate(model, tp=tp, device="cpu", precision="fp32", seq_len=1)
     model = traced_mlp(device="cuda")
     found = searched(model, cluster="4xh100-sxm", global_batch=4, precision="fp32", seq_len=1)
-    assert found.left_out[0].startswith("tp=1 or 4 is left out: one rank: Mlp was traced with tp=2")
+    assert found.left_out[0].startswith("tp=1 or tp=4 is left out: one rank: Mlp was traced with tp=2")
 
 
 @pytest.mark.parametrize(
     "options, complaint",
     [
         ({"parallelize": None}, "Mlp has no plan of its own; say what divides it"),
-        ({"mesh": {"to": 2}}, "unknown axis of a mesh that a module is divided over 'to'. Known: tp"),
+        ({"mesh": {"to": 2}}, "unknown axis of a mesh that a module is divided over 'to'. Known: ep, tp"),
         ({"mesh": {"tp": 0}}, "tp=0 is not allowed"),
         ({"device": "cuda", "executed": True}, "leave one of them out"),
         (

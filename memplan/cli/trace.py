@@ -29,7 +29,9 @@ def command(
     MODEL is package.module:factory, a function as of `memplan estimate`, or a config.json that is traced.
     """
     asked = {"tp": tp, "ep": ep}
-    mesh = with_several(**{n: checked_count(n, k, most=LARGEST_CLUSTER) for n, k in asked.items() if k})
+    mesh = with_several(
+        **{n: checked_count(n, k, most=LARGEST_CLUSTER) for n, k in asked.items() if k is not None}
+    )
     traced = resolve(model_of(model, blocks), device=device, mesh=mesh)
     if not isinstance(traced, TracedModel):
         raise Refused(
