@@ -70,7 +70,7 @@ def compiled(program, names, folder):
     """A program with some of the stand-in's sources, which need no header of NVIDIA's."""
     (folder / "main.cpp").write_text(program)
     sources = [str(folder / "main.cpp"), *(str(PLAYED / f"{name}.cpp") for name in names)]
-    command = ["g++", *build.FLAGS, "-Werror", f"-I{PLAYED}", *sources, "-o", str(folder / "program")]
+    command = ["g++", *build.FLAGS, "-Werror", f"-I{PLAYED}", *sources, "-o", str(folder / "program"), "-ldl"]
     subprocess.run(command, check=True, timeout=120)
     return folder / "program"
 
@@ -84,6 +84,76 @@ def test_device_memory_is_address_space_that_ends_where_the_gpu_s_does(tmp_path)
     ]  # fmt: skip
     lacking = subprocess.run([program], capture_output=True, text=True, check=False, env={})
     assert "started by validate/nogpu" in lacking.stderr
+
+
+REPORT = """
+#include <cstdint>
+#include <cstdio>
+namespace c10 {
+struct Device { int8_t type, index; };
+void reportMemoryUsageToProfiler(void*, int64_t bytes, size_t allocated, size_t reserved, Device device)
+"""
+
+PROFILER = (
+    REPORT
+    + """{
+    std::printf("%d %d %d %d %d\\n", int(bytes), int(allocated), int(reserved), device.type, device.index);
+}
+}
+"""
+)
+
+BLOCKS_PROGRAM = (
+    REPORT
+    + """;
+}
+#include "device.h"
+#include <cstring>
+#include <dlfcn.h>
+using namespace played;
+constexpr c10::Device HOST{0, -1}, GPU{1, 0};
+int read(const char* from) {
+    char back = 9;
+    copy(&back, from, 1);
+    return back;
+}
+int main(int, char** arguments) {
+    void* torch = dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL);
+    char small[4096];
+    std::memset(small, 7, sizeof small);
+    char* block = static_cast<char*>(allocate(4096));
+    copy(block, small, sizeof small);
+    c10::reportMemoryUsageToProfiler(block, -4096, 0, 2048, GPU);
+    c10::reportMemoryUsageToProfiler(block, 512, 0, 2048, HOST);
+    std::printf("%d\\n", read(block));
+    c10::reportMemoryUsageToProfiler(block + 512, 1024, 1024, 2048, GPU);
+    std::printf("%d%d%d%d\\n", read(block + 511), read(block + 512), read(block + 1535), read(block + 1536));
+    copy(block + 512, small, 512);
+    std::printf("%d%d\\n", read(block + 1023), read(block + 1024));
+    return torch == nullptr;
+}
+"""
+)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_block_that_is_handed_out_reads_as_zeros_until_something_is_copied_to_it(tmp_path):
+    """PyTorch's own function of that name hears every report too."""
+    program = compiled(BLOCKS_PROGRAM, ["device", "blocks"], tmp_path)
+    source, profiler = tmp_path / "profiler.cpp", tmp_path / "libc10.so"
+    source.write_text(PROFILER)
+    named = [*build.FLAGS, "-w", "-shared", "-Wl,-soname,libc10.so"]
+    subprocess.run(["g++", *named, str(source), "-o", str(profiler)], check=True, timeout=120)
+    done = subprocess.run([program, profiler], capture_output=True, text=True, check=True, env=AROUND)
+    assert done.stdout.splitlines() == [
+        "-4096 0 2048 1 0", "512 0 2048 0 -1", "7", "1024 1024 2048 1 0", "7007", "70",
+    ]  # fmt: skip
+
+
+def test_a_pytorch_whose_blocks_cannot_be_seen_is_refused(monkeypatch):
+    monkeypatch.setattr(build, "_run", lambda *_: "                 U cudaMalloc")
+    with pytest.raises(build.NoGpuUnavailable, match="new tensors would read what older ones left"):
+        build._check_reports(Path("libc10_cuda.so"))
 
 
 NCCL_PROGRAM = """
@@ -276,3 +346,23 @@ def test_the_real_cudnn_says_what_workspaces_attention_needs():
     shapes = (2, 513, 8, 128), (2, 513, 2, 128)
     scratch = cudnn_scratch(H100, (2, 13), *shapes, BF16, dropout=False)
     assert last_line_on_an_h100(ATTENDED) == f"{scratch.forward_bytes} {scratch.backward_bytes}"
+
+
+REUSED = """
+import torch
+ones = torch.ones(1000).cuda()
+copied, address = ones.sum().item(), ones.data_ptr()
+known = ones.cpu().sum().item()
+del ones
+new = torch.empty(1000, device="cuda")
+print(new.data_ptr() == address, known, new.cpu().sum().item(), copied, (new + 1).cpu().max().item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not build.can_be_built(), reason="no CUDA build of PyTorch, or no compiler")
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+def test_a_new_tensor_never_reads_what_an_older_one_left_at_its_address(monkeypatch, settings):
+    """It reads as zeros, and so does what a kernel computes into one."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+    assert last_line_on_an_h100(REUSED) == "True 1000.0 0.0 0.0 0.0"

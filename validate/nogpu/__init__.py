@@ -6,6 +6,9 @@ the dispatcher and its choice of kernels, autograd, optimizers, DDP, FSDP2, tens
 statistics and its out-of-memory errors. So bytes are measured, and nothing else: no values, no times, none of
 what a GPU's driver and NCCL hold for themselves.
 
+A tensor reads as zeros until something is copied to it, wherever it lies; so does what a kernel computes into
+one. Copies of more than 1 MiB move nothing, and what a kernel changes in place reads as it did before.
+
 The stand-in is a shared library (`played/`, C++), loaded before PyTorch into processes started for it alone
 (`environment_for`), never into the user's own.
 """

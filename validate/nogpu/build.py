@@ -39,6 +39,9 @@ EXPORTED: Final = re.compile(r"(?:__cuda|cuda|cublas|cudnn|p?nccl)[A-Z]\w*")
 DRIVER_FUNCTION: Final = re.compile(r"\b(cu[A-Z]\w*)\s*\(")
 """A function's declaration in `cuda.h`."""
 
+REPORTED: Final = "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
+"""The function of PyTorch's by which `played/blocks.cpp` sees the blocks that the allocator hands out."""
+
 CUDA_ERROR_NO_DEVICE: Final = 100
 
 FLAGS: Final = ("-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra")
@@ -49,10 +52,11 @@ class NoGpuUnavailable(MemplanError):
 
 
 class Installed(NamedTuple):
-    """Of the CUDA build of PyTorch: NVIDIA's libraries, and the folders of their headers."""
+    """Of the CUDA build of PyTorch: NVIDIA's libraries, the folders of their headers, its own allocator."""
 
     libraries: tuple[Path, ...]
     headers: tuple[Path, ...]
+    allocator: Path
 
 
 def can_be_built() -> bool:
@@ -121,7 +125,8 @@ def _installed() -> Installed:
             f"the CUDA build of PyTorch {torch.__version__} has no {', '.join(lacking) or 'CUDA libraries'} "
             f"in its wheels ({root}); use a build of PyTorch that pip installed, or --device cpu."
         )
-    return Installed(libraries, tuple(dict.fromkeys(path.parent for path in headers.values() if path)))
+    folders = tuple(dict.fromkeys(path.parent for path in headers.values() if path))
+    return Installed(libraries, folders, Path(spec.origin).parent / "lib" / "libc10_cuda.so")
 
 
 def _digest(compiler: str, installed: Installed) -> str:
@@ -137,6 +142,7 @@ def _digest(compiler: str, installed: Installed) -> str:
 
 def _build(compiler: str, installed: Installed, folder: Path) -> None:
     """Compiles in a folder that is renamed when all is done: a build that is cut off leaves nothing."""
+    _check_reports(installed.allocator)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="build-") as made:
         scratch = Path(made)
@@ -163,6 +169,16 @@ def _build(compiler: str, installed: Installed, folder: Path) -> None:
         except OSError:
             if not folder.exists():  # another process was faster
                 raise
+
+
+def _check_reports(allocator: Path) -> None:
+    """Raises `NoGpuUnavailable` where the stand-in would not see the blocks that are handed out."""
+    if REPORTED not in _run("nm", "--dynamic", "--undefined-only", str(allocator)):
+        raise NoGpuUnavailable(
+            f"PyTorch {torch.__version__} does not report the blocks that its allocator hands out in the way "
+            "that the stand-in for a GPU knows, so new tensors would read what older ones left; use the "
+            "release that `make nogpu` installs, or --device cpu."
+        )
 
 
 def _returning(status: int, functions: set[str], source: Path) -> Path:

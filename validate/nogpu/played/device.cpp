@@ -229,6 +229,12 @@ void copy(void* to, const void* from, size_t bytes) {
     }
 }
 
+void handed_out(void* block, size_t bytes) {
+    std::lock_guard<std::mutex> locked(guard);
+    char* start = static_cast<char*>(block);
+    forget(start, start + bytes);
+}
+
 void set(void* to, int value, size_t bytes) {
     std::lock_guard<std::mutex> locked(guard);
     char* start = static_cast<char*>(to);

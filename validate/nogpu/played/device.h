@@ -44,11 +44,13 @@ void lock_on_host(void* address, size_t bytes);
 bool unlock_on_host(void* address);
 bool locked_on_host(const void* address);
 
-// Copies really happen up to `SMALL`: shapes, counters, pickled objects. Device bytes that no copy has written
-// (kernels do nothing) are read as zeros, so that no value depends on what was at an address before.
+// Copies really happen up to `SMALL`: shapes, counters, pickled objects. Device bytes that nothing was copied to
+// since PyTorch's allocator handed their block out are read as zeros, for kernels do nothing. So no value depends
+// on what was at an address before.
 constexpr size_t SMALL = 1 << 20;
 void copy(void* to, const void* from, size_t bytes);
 void set(void* to, int value, size_t bytes);
+void handed_out(void* block, size_t bytes);
 
 // A new handle: of a stream, an event, a library.
 void* handle();
