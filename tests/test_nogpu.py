@@ -366,3 +366,30 @@ def test_a_new_tensor_never_reads_what_an_older_one_left_at_its_address(monkeypa
     """It reads as zeros, and so does what a kernel computes into one."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
     assert last_line_on_an_h100(REUSED) == "True 1000.0 0.0 0.0 0.0"
+
+
+COUNTED = """
+import torch
+older = [torch.ones(n).cuda() for n in (1, 64, 1000)]
+del older  # small blocks that hold ones wait to be handed out
+unknown, ones = torch.empty(50, 3, device="cuda"), torch.ones(50).cuda()
+mask = torch.ones(50, dtype=torch.bool).cuda()
+lengths = [
+    len(unknown.nonzero()), len(ones.nonzero()), len(unknown[unknown[:, 0] > 0]), len(unknown[mask]),
+    len(ones.masked_select(mask)), len(torch.where(mask)[0]), len(torch.unique(ones)),
+    len(torch.unique_consecutive(ones)),
+]
+ones[mask] = 2.0
+ones[mask] = ones[:0]
+try:
+    ones[mask] = torch.ones(50).cuda()
+except RuntimeError as error:
+    print(*lengths, "to indexing result of shape [0]" in str(error))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not build.can_be_built(), reason="no CUDA build of PyTorch, or no compiler")
+def test_a_length_that_a_kernel_counts_is_zero():
+    """Of every tensor: one that nothing was copied to, and one of ones."""
+    assert last_line_on_an_h100(COUNTED) == "0 0 0 0 0 0 0 0 True"

@@ -8,6 +8,8 @@ what a GPU's driver and NCCL hold for themselves.
 
 A tensor reads as zeros until something is copied to it, wherever it lies; so does what a kernel computes into
 one. Copies of more than 1 MiB move nothing, and what a kernel changes in place reads as it did before.
+A length that a kernel counts is zero: no element is nonzero, and a mask selects nothing, whatever was copied
+to it.
 
 The stand-in is a shared library (`played/`, C++), loaded before PyTorch into processes started for it alone
 (`environment_for`), never into the user's own.
