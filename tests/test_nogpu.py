@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,8 +23,11 @@ from memplan.kernels import cudnn_scratch
 from memplan.shapes import BF16
 from validate import workspaces
 from validate.__main__ import main
-from validate.gpus import known_as
-from validate.nogpu import build, environment_for, parts_told
+from validate.cases import Case
+from validate.gpus import gpus_played, known_as
+from validate.launch import ForkServers, run_case
+from validate.nogpu import RecordStream, build, environment_for, parts_told
+from validate.suites import suite
 
 PLAYED = Path(build.__file__).parent / "played"
 
@@ -62,7 +66,7 @@ int main() {
 AROUND = {
     "MEMPLAN_NOGPU_NAME": "x", "MEMPLAN_NOGPU_CAPABILITY": "86", "MEMPLAN_NOGPU_MULTIPROCESSORS": "2",
     "MEMPLAN_NOGPU_BYTES": str(101 * 2**30), "MEMPLAN_NOGPU_KERNELS": "80", "MEMPLAN_NOGPU_THREADS": "1536",
-    "MEMPLAN_NOGPU_BYTES_PER_S": "1e12",
+    "MEMPLAN_NOGPU_BYTES_PER_S": "1e12", "MEMPLAN_NOGPU_RECORD_STREAM": "late",
 }  # fmt: skip
 
 
@@ -186,10 +190,66 @@ int main() {
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_group_that_is_split_off_has_its_own_ranks_in_nccl_s_collectives(tmp_path):
     """Rank 1,021 of 1,024 is the second of two: it gathers two parts, and takes the second one of a sum."""
-    program = compiled(NCCL_PROGRAM, ["device", "nccl"], tmp_path)
+    program = compiled(NCCL_PROGRAM, ["device", "nccl", "streams"], tmp_path)
     done = subprocess.run([program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["4", "2", "559", "4"]
     assert "nobody has said into how many ranks" in done.stderr
+
+
+STREAMS_PROGRAM = """
+#include "streams.h"
+#include <cstdio>
+using namespace played;
+extern "C" {
+struct Id { char bytes[128]; };
+int ncclCommInitRank(void**, int, Id, int);
+int ncclSend(const void*, size_t, int, int, void*, void*);
+}
+void* recorded(const void* stream) {
+    void* event = new_event();
+    record(event, stream);
+    return event;
+}
+int main() {
+    const char streams[3] = {};
+    const char *gathers = streams, *computes = streams + 1, *reduces = streams + 2;
+    void *never = new_event(), *gathered = recorded(gathers), *reduced = recorded(reduces);
+    stream_waits(computes, gathered);
+    void *computed = recorded(computes), *later = recorded(gathers);
+    std::printf("%d%d%d", is_over(never), is_over(gathered), is_over(computed));
+    std::printf("%d%d\\n", is_over(later), is_over(reduced));
+    host_waits_for_event(computed);
+    std::printf("%d%d%d%d\\n", is_over(gathered), is_over(computed), is_over(later), is_over(reduced));
+    host_waits_for_stream(gathers);
+    std::printf("%d%d %d\\n", is_over(later), is_over(reduced), is_over_for_watchdog(gathered));
+    record(gathered, gathers);  // anew
+    std::printf("%d\\n", is_over(gathered));
+    host_waits_for_device();
+    std::printf("%d%d %d\\n", is_over(gathered), is_over(reduced), is_over_for_watchdog(gathered));
+    void* group;
+    ncclCommInitRank(&group, 2, Id{}, 0);
+    reduced = recorded(reduces);
+    ncclSend(nullptr, 0, 0, 1, group, const_cast<char*>(reduces));
+    later = recorded(reduces);
+    ncclSend(nullptr, 0, 0, 1, group, const_cast<char*>(gathers));
+    host_waits_for_stream(gathers);
+    std::printf("%d%d\\n", is_over(reduced), is_over(later));
+    destroy_event(never);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "record_stream, seen",
+    [("early", "11111 1111 11 0 1 11 1 11"), ("late", "10000 1100 10 0 0 11 1 10")],
+)
+def test_late_work_is_over_once_the_host_has_waited_for_it_through_streams(tmp_path, record_stream, seen):
+    """Or through a communicator, which does one thing after the other, whatever streams they are asked of."""
+    program = compiled(STREAMS_PROGRAM, ["device", "nccl", "streams"], tmp_path)
+    here = AROUND | {"MEMPLAN_NOGPU_RECORD_STREAM": record_stream}
+    done = subprocess.run([program], capture_output=True, text=True, check=True, env=here)
+    assert done.stdout.split() == seen.split()
 
 
 class Split:
@@ -238,6 +298,8 @@ def test_only_processes_started_for_it_get_the_stand_in(monkeypatch, tmp_path):
     assert around["LD_PRELOAD"] == str(tmp_path / build.LIBRARY)
     assert around["MEMPLAN_NOGPU_CAPABILITY"] == "90"
     assert around["MEMPLAN_NOGPU_BYTES"] == str(gpu("h100-sxm").usable_bytes)
+    assert around["MEMPLAN_NOGPU_RECORD_STREAM"] == "early"
+    assert environment_for(gpu("h100-sxm"), "late")["MEMPLAN_NOGPU_RECORD_STREAM"] == "late"
     assert "LD_PRELOAD" not in os.environ
 
 
@@ -260,6 +322,33 @@ def test_a_gpu_is_named_for_nogpu_only():
     assert "--gpu h100-sxm is for --device nogpu" in done.output
 
 
+@pytest.mark.parametrize(
+    "command", [["run", "--device", "cpu"], ["sweep", "--suite", "quick", "--device", "cpu", "--list"]]
+)
+def test_blocks_come_back_late_on_nogpu_only(command):
+    done = CliRunner().invoke(main, [*command, "--record-stream", "late"])
+    assert done.exit_code == 2
+    assert "--record-stream late is for --device nogpu" in done.output
+
+
+def test_cases_whose_blocks_come_back_late_have_a_fork_server_of_their_own(monkeypatch):
+    asked: list[RecordStream] = []
+
+    def environment(_gpu, record_stream):
+        asked.append(record_stream)
+        return {}
+
+    monkeypatch.setattr("validate.launch.environment_for", environment)
+    monkeypatch.setattr("validate.launch.ForkServer", lambda *_: SimpleNamespace(close=lambda: None))
+    early = replace(suite("quick")[0], device="nogpu", gpu="h100-sxm")
+    late = replace(early, record_stream="late")
+    assert Case.from_dict(late.to_compact_dict()) == late
+    with ForkServers() as servers:
+        assert servers.of(early) is servers.of(early)
+        assert servers.of(early) is not servers.of(late)
+    assert asked == ["early", "late"]
+
+
 def test_every_nvidia_gpu_of_the_table_says_its_capability():
     for name in ("a100-80-sxm", "h100-sxm", "b200"):
         known = gpu(name)
@@ -267,9 +356,9 @@ def test_every_nvidia_gpu_of_the_table_says_its_capability():
         assert known.multiprocessors > 100
 
 
-def last_line_on_an_h100(script: str) -> str:
+def last_line_on_an_h100(script: str, record_stream: RecordStream = "early") -> str:
     """What a script prints last, run on the stand-in for a GPU."""
-    here = dict(os.environ) | environment_for(gpu("h100-sxm"))
+    here = dict(os.environ) | environment_for(gpu("h100-sxm"), record_stream)
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=here, timeout=300)
     return done.stdout.splitlines()[-1]
@@ -393,3 +482,37 @@ except RuntimeError as error:
 def test_a_length_that_a_kernel_counts_is_zero():
     """Of every tensor: one that nothing was copied to, and one of ones."""
     assert last_line_on_an_h100(COUNTED) == "0 0 0 0 0 0 0 0 True"
+
+
+SHARED_BY_STREAMS = """
+import torch
+side = torch.cuda.Stream()
+for step in range(6):
+    with torch.cuda.stream(side):
+        block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    block.record_stream(torch.cuda.current_stream())
+    del block
+    if step == 3:
+        torch.cuda.current_stream().synchronize()
+print(torch.cuda.max_memory_allocated() >> 28, torch.cuda.max_memory_reserved() >> 28)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not build.can_be_built(), reason="no CUDA build of PyTorch, or no compiler")
+@pytest.mark.parametrize("record_stream, blocks", [("early", "1 1"), ("late", "1 4")])
+def test_blocks_that_another_stream_has_used_come_back_early_or_late(record_stream, blocks):
+    assert last_line_on_an_h100(SHARED_BY_STREAMS, record_stream) == blocks
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not build.can_be_built(), reason="no CUDA build of PyTorch, or no compiler")
+def test_fsdp1_reserves_at_least_as_much_when_its_blocks_come_back_late():
+    """Its all-gathers and reductions are on other streams; what is allocated is the same."""
+    cases = suite("gpu-fsdp1", gpus_played("h100-sxm"))
+    early = next(case for case in cases if case.plan.recompute == "full")
+    with ForkServers() as servers:
+        ends = [run_case(case, servers=servers) for case in (early, replace(early, record_stream="late"))]
+    (at_once,), (afterwards,) = ([rank.memory for rank in end.ranks] for end in ends)
+    assert afterwards.peak_allocated_bytes == at_once.peak_allocated_bytes
+    assert afterwards.peak_reserved_bytes > at_once.peak_reserved_bytes

@@ -15,7 +15,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 from memplan.errors import InvalidValue, MissingPackage, PlanRefused, did_you_mean, installed, shown_value
 
@@ -102,6 +102,15 @@ _gpu_option = click.option(
     "--gpu", "gpu_name", metavar="NAME", help="With nogpu: which one, as `memplan gpus` names it (h100-sxm)."
 )
 
+_record_stream_option = click.option(
+    "--record-stream",
+    type=click.Choice(get_args(nogpu.RecordStream)),
+    default="early",
+    show_default=True,
+    help="With nogpu: when blocks that another stream has used come back to the allocator, "
+    "at once or when the host has waited for it; memplan predicts early.",
+)
+
 
 def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None:
     """The GPUs of the ranks, as many as a launcher started ranks or as this machine has; None: CPU."""
@@ -131,6 +140,7 @@ def _gpus(device: str, gpu_name: str | None, given: Given | None) -> Gpus | None
 )
 @_device_option
 @_gpu_option
+@_record_stream_option
 @plan_options(dp=None, global_batch=None, seq_len=128, precision="fp32")
 def run(
     model: str,
@@ -140,6 +150,7 @@ def run(
     events: Path | None,
     device: str | None,
     gpu_name: str | None,
+    record_stream: nogpu.RecordStream,
     global_batch: int | None,
     **plan: Any,
 ) -> None:
@@ -151,7 +162,7 @@ def run(
     if plan["dp"] is None:
         plan["dp"] = 1 if given is None else given.dp_left(plan)
     case = replace(_case(model, global_batch, plan), steps=steps, timeout_s=timeout_s)
-    case = placed(case, _gpus(device or "auto", gpu_name, given))
+    case = _returning_blocks(placed(case, _gpus(device or "auto", gpu_name, given)), record_stream)
     if given is not None and given.rank:
         GivenRanks(given).serve()
         return
@@ -327,6 +338,7 @@ def _read_by(read: Callable[[str], _Value]) -> Callable[..., _Value | None]:
 )
 @_device_option
 @_gpu_option
+@_record_stream_option
 @click.option(
     "--snapshots",
     type=click.Path(path_type=Path),
@@ -348,6 +360,7 @@ def sweep(
     memory: int | None,
     device: str | None,
     gpu_name: str | None,
+    record_stream: nogpu.RecordStream,
     snapshots: Path | None,
     as_json: bool,
 ) -> None:
@@ -359,7 +372,9 @@ def sweep(
     for_gpus = suite in GPU_SUITES or suite in SEARCHES
     gpus = _gpus(device or ("auto" if for_gpus or given else "cpu"), gpu_name, given)
     chosen = _chosen(rounds(suite, gpus), only, where, part, suite)
-    moved: Sequence[Case] = [case if for_gpus else placed(case, gpus) for case in chosen(())]
+    moved: Sequence[Case] = [
+        _returning_blocks(case if for_gpus else placed(case, gpus), record_stream) for case in chosen(())
+    ]
     machine = machine_budget()
     budget = Budget(cores=cores or machine.cores, memory_bytes=memory or machine.memory_bytes)
     if as_list or dry_run:
@@ -397,7 +412,8 @@ def sweep(
                             file.append(kept)
                         records.append(kept)
                         show(kept, text(kept))
-                moved = chosen(records) if suite in SEARCHES else []
+                searched = chosen(records) if suite in SEARCHES else []
+                moved = [_returning_blocks(case, record_stream) for case in searched]
     except Stopped as stop:
         has = f"; {out} has {len(records)} of {len(moved)} cases, --resume runs the others" if out else ""
         click.echo(f"stopped by {stop}{has}", err=True)
@@ -407,6 +423,17 @@ def sweep(
             click.echo("\n".join(map(str, frontiers(gpus, records))))
         click.echo(report.summary(records))
     _finish(records)
+
+
+def _returning_blocks(case: Case, record_stream: nogpu.RecordStream) -> Case:
+    """The case with blocks under `record_stream` that come back early or late.
+
+    Raises:
+        InvalidValue: for late ones on anything but a GPU that is not there.
+    """
+    if record_stream == "late" and case.device != "nogpu":
+        raise InvalidValue("--record-stream late is for --device nogpu; leave it out.")
+    return replace(case, record_stream=record_stream)
 
 
 def _chosen(cases_of: Rounds, only: str, where: Where | None, part: str, suite: str) -> Rounds:

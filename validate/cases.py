@@ -23,6 +23,7 @@ from memplan.models.torchtitan import TorchtitanLlama
 from memplan.models.traced import LARGEST_TRACE_BYTES, model_from_trace, model_of_text
 from memplan.tape import Backend
 from validate.gpus import Gpus
+from validate.nogpu import RecordStream
 from validate.shipped import data_folder
 
 LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1, "adam": 0.003, "adamw": 0.003}
@@ -68,7 +69,8 @@ class Case:
     The ranks run on `device`, a GPU of the name `gpu` in memplan's table, and communicate by `backend`.
     `rank`: only this rank runs, with stand-ins for the others (`validate.standin`); None: all ranks run. A
     rank whose allocator would hold more than `limit_bytes` is out of memory; None: all there is. With
-    `tensors` of no data only bytes are seen.
+    `tensors` of no data only bytes are seen. On a GPU that is not there blocks under
+    `record_stream` come back to the allocator early or late.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Case:
     rank: int | None = None
     limit_bytes: int | None = None
     tensors: Tensors = "real"
+    record_stream: RecordStream = "early"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Pickles it as plain values, a traced model as its name."""

@@ -34,7 +34,7 @@ from validate.fake import without_data
 from validate.forkserver import SAID_BYTES, End, Forked, ForkServer, ended
 from validate.measure import NewProfile, Prepare, RankMeasurement, measured_rank, settled
 from validate.memory import MemoryProfile
-from validate.nogpu import environment_for, parts_told
+from validate.nogpu import RecordStream, environment_for, parts_told
 from validate.records import Outcome
 from validate.standin import stand_in, unanimous
 from validate.systems import prepared
@@ -194,7 +194,7 @@ class ForkServers:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._servers: dict[tuple[RunsOn, str], ForkServer] = {}
+        self._servers: dict[tuple[RunsOn, str, RecordStream], ForkServer] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -209,10 +209,12 @@ class ForkServers:
             MemplanError: if the case's GPU is not there and cannot be played here.
         """
         played = case.device == "nogpu"
-        key: tuple[RunsOn, str] = ("nogpu", case.gpu) if played else ("cpu", "")
+        key: tuple[RunsOn, str, RecordStream] = ("cpu", "", "early")
+        if played:
+            key = ("nogpu", case.gpu, case.record_stream)
         with self._lock:
             if key not in self._servers:
-                environment = environment_for(gpu(case.gpu)) if played else {}
+                environment = environment_for(gpu(case.gpu), case.record_stream) if played else {}
                 self._servers[key] = ForkServer(PRELOADED, environment)
             return self._servers[key]
 

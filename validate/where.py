@@ -14,6 +14,7 @@ from memplan.engines.torch.options import TorchOptions
 from memplan.errors import InvalidValue, MemplanError, reason, shown_value, unknown_name
 from memplan.tape import Backend
 from validate.cases import FAMILIES, Case, RunsOn, Tensors, family_of
+from validate.nogpu import RecordStream
 from validate.records import Record
 
 Value = bool | int | float | str | tuple[int, ...] | None
@@ -86,6 +87,7 @@ CASE_FIELDS: Final[Mapping[str, Field]] = {
     "backend": Field(kind="text", choices=get_args(Backend)),
     "rank": Field(kind="number"),
     "tensors": Field(kind="text", choices=get_args(Tensors)),
+    "record_stream": Field(kind="text", choices=get_args(RecordStream)),
 }
 """The fields of every case: its name, its model's and its plan's fields, where it runs."""
 

@@ -17,6 +17,6 @@ The stand-in is a shared library (`played/`, C++), loaded before PyTorch into pr
 
 from validate.nogpu.build import NoGpuUnavailable, can_be_built
 from validate.nogpu.groups import parts_told
-from validate.nogpu.processes import MEANING, environment_for
+from validate.nogpu.processes import MEANING, RecordStream, environment_for
 
-__all__ = ["MEANING", "NoGpuUnavailable", "can_be_built", "environment_for", "parts_told"]
+__all__ = ["MEANING", "NoGpuUnavailable", "RecordStream", "can_be_built", "environment_for", "parts_told"]

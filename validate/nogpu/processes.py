@@ -2,7 +2,7 @@
 
 import os
 import re
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -17,8 +17,19 @@ MEANING: Final = (
 """The kind of truth, as written in every record of such a run."""
 
 
-def environment_for(gpu: Gpu) -> dict[str, str]:
+RecordStream = Literal["early", "late"]
+"""When a block that another stream has used (`Tensor.record_stream`) comes back to the allocator.
+
+"early": at once when it is freed, as if the GPU had no work left. "late": once the host has waited for that
+stream's work, as if the GPU did nothing until then. When a GPU has done it lies between the two; its reserved
+bytes usually do, too. A program that only polls `Event.query` does not end, late.
+"""
+
+
+def environment_for(gpu: Gpu, record_stream: RecordStream = "early") -> dict[str, str]:
     """The variables that make a process find this GPU, with as much memory as PyTorch sees of a real one.
+
+    Blocks under `record_stream` come back early or late.
 
     Raises:
         InvalidValue: for a GPU that is not NVIDIA's.
@@ -42,6 +53,7 @@ def environment_for(gpu: Gpu) -> dict[str, str]:
         "MEMPLAN_NOGPU_THREADS": str(gpu.device.threads_per_multiprocessor),
         "MEMPLAN_NOGPU_BYTES": str(gpu.usable_bytes),
         "MEMPLAN_NOGPU_BYTES_PER_S": str(gpu.memory_bytes_per_s),
+        "MEMPLAN_NOGPU_RECORD_STREAM": record_stream,
     }
 
 

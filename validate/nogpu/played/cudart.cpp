@@ -1,16 +1,16 @@
-// The CUDA runtime, played: memory and copies are in device.cpp, kernels do nothing, all work is done at once.
+// The CUDA runtime, played: memory and copies are in device.cpp, streams and events in streams.cpp, kernels do
+// nothing.
 // Functions that are not here succeed and do nothing (validate/nogpu/build.py), but for those that could not
 // do so without an answer: graphs and memory shared between processes are refused.
 // Source: docs.nvidia.com/cuda/cuda-runtime-api.
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 
-#include <atomic>
-#include <cstdint>
 #include <cstdio>
 #include <cstring>
 
 #include "device.h"
+#include "streams.h"
 
 using namespace played;
 
@@ -22,12 +22,6 @@ cudaError_t made(void** address, void* found) {
     *address = found;
     return found == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
-
-// An event knows as the how-manieth one it was recorded last; of those recorded the host has waited for some.
-struct Event {
-    std::atomic<uint64_t> recorded{0};
-};
-std::atomic<uint64_t> n_recorded{0}, waited_for{0};
 
 bool is_watchdog() {
     static thread_local int known = -1;
@@ -233,6 +227,7 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
     copy(to, from, bytes);
+    host_waits_for_stream(nullptr);
     return cudaSuccess;
 }
 
@@ -253,9 +248,9 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
     return cudaSuccess;
 }
 
-// Streams and events: everything that was asked for has been done. But NCCL's watchdog, which drops what a
-// collective holds once its event is over, and looks ten times a second, finds that over which the host has
-// waited for the whole device since: else what is alive would hang on when it looks.
+// Streams and events: work is over at once, or once the host has waited for it (streams.h). But NCCL's watchdog,
+// which drops what a collective holds once its event is over, and looks ten times a second, finds that over
+// which the host has waited for the whole device since: else what is alive would hang on when it looks.
 // Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`Watchdog::runLoop`).
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return named(stream); }
@@ -283,24 +278,34 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t call, void* data) {
 }
 
 cudaError_t cudaDeviceSynchronize() {
-    waited_for = n_recorded.load();
+    host_waits_for_device();
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    host_waits_for_stream(stream);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    stream_waits(stream, event);
     return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-    *event = reinterpret_cast<cudaEvent_t>(new Event{});
+    *event = static_cast<cudaEvent_t>(new_event());
     return cudaSuccess;
 }
 
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    delete reinterpret_cast<Event*>(event);
+    destroy_event(event);
     return cudaSuccess;
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-    reinterpret_cast<Event*>(event)->recorded = ++n_recorded;
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    record(event, stream);
     return cudaSuccess;
 }
 
@@ -309,8 +314,13 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-    bool over = !is_watchdog() || reinterpret_cast<Event*>(event)->recorded <= waited_for;
+    bool over = is_watchdog() ? is_over_for_watchdog(event) : is_over(event);
     return over ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    host_waits_for_event(event);
+    return cudaSuccess;
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {

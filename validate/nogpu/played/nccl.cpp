@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "device.h"
+#include "streams.h"
 
 using namespace played;
 
@@ -17,7 +18,15 @@ constexpr size_t ID_BYTES = 128;  // ncclUniqueId
 
 struct Communicator {
     int rank, ranks;
+    void* last = new_event();  // its latest work
 };
+
+// A communicator does one work after the other, whatever streams they are asked of.
+// Source: NCCL, src/enqueue.cc (`ncclLaunchPrepare`, `ncclLaunchFinish`: `deviceStream`).
+void in_order(const Communicator* group, const void* stream) {
+    stream_waits(stream, group->last);
+    record(group->last, stream);
+}
 
 // How many ranks are in the part of a communicator that is split off next: NCCL asks them, we are told.
 thread_local int told = 0;
@@ -79,6 +88,7 @@ int ncclCommSplit(Communicator*, int, int key, Communicator** made, void*) {
 }
 
 int ncclCommDestroy(Communicator* communicator) {
+    destroy_event(communicator->last);
     delete communicator;
     return 0;
 }
@@ -100,12 +110,29 @@ int ncclCommGetAsyncError(Communicator*, int* error) {
     return 0;
 }
 
-int ncclAllReduce(const void* from, void* to, size_t n, int type, int, Communicator*, void*) {
+int ncclSend(const void*, size_t, int, int, Communicator* group, void* stream) {
+    in_order(group, stream);
+    return 0;
+}
+
+int ncclAlltoAll(const void*, void*, size_t, int, Communicator* group, void* stream) {
+    in_order(group, stream);
+    return 0;
+}
+
+int ncclRecv(void*, size_t, int, int, Communicator* group, void* stream) {
+    in_order(group, stream);
+    return 0;
+}
+
+int ncclAllReduce(const void* from, void* to, size_t n, int type, int, Communicator* group, void* stream) {
+    in_order(group, stream);
     if (from != to) copy(to, from, n * element_bytes(type));
     return 0;
 }
 
-int ncclReduce(const void* from, void* to, size_t n, int type, int, int root, Communicator* group, void*) {
+int ncclReduce(const void* from, void* to, size_t n, int type, int, int root, Communicator* group, void* stream) {
+    in_order(group, stream);
     if (group->rank == root && from != to) copy(to, from, n * element_bytes(type));
     return 0;
 }
@@ -124,7 +151,8 @@ int ncclGroupEnd() {
     return 0;
 }
 
-int ncclBroadcast(const void* from, void* to, size_t n, int type, int root, Communicator* group, void*) {
+int ncclBroadcast(const void* from, void* to, size_t n, int type, int root, Communicator* group, void* stream) {
+    in_order(group, stream);
     if (from != to) copy(to, from, n * element_bytes(type));
     if (open_groups > 0 && root == group->rank) {
         own_part = from;
@@ -135,7 +163,8 @@ int ncclBroadcast(const void* from, void* to, size_t n, int type, int root, Comm
     return 0;
 }
 
-int ncclAllGather(const void* from, void* to, size_t n, int type, Communicator* group, void*) {
+int ncclAllGather(const void* from, void* to, size_t n, int type, Communicator* group, void* stream) {
+    in_order(group, stream);
     size_t bytes = n * element_bytes(type);
     for (int rank = 0; rank < group->ranks && bytes * group->ranks <= SMALL; ++rank) {
         char* slot = static_cast<char*>(to) + rank * bytes;
@@ -144,7 +173,8 @@ int ncclAllGather(const void* from, void* to, size_t n, int type, Communicator* 
     return 0;
 }
 
-int ncclReduceScatter(const void* from, void* to, size_t n, int type, int, Communicator* group, void*) {
+int ncclReduceScatter(const void* from, void* to, size_t n, int type, int, Communicator* group, void* stream) {
+    in_order(group, stream);
     size_t bytes = n * element_bytes(type);
     const char* own = static_cast<const char*>(from) + group->rank * bytes;
     if (own != to) copy(to, own, bytes);
