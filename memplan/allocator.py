@@ -14,7 +14,7 @@ Source: c10/cuda/CUDACachingAllocator.cpp, functions as named below.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -46,6 +46,10 @@ MOST_UNUSED_BYTES: Final = 20 * MiB
 
 MANY_PAGES: Final = 2**26
 """Pages that an expandable segment has addresses for where no limit of the GPU is known."""
+
+
+MOST_MARKS: Final = 4
+"""New segments for equal blocks after which no repetition is looked for any more."""
 
 
 class OutOfMemory(MemplanError):
@@ -233,14 +237,18 @@ class Pool:
             addresses = by_size[behind_bytes]
             del addresses[bisect_left(addresses, end)]
             end += behind_bytes
-        starts[address] = n_bytes = end - address
-        ends[end] = address
-        if n_bytes in by_size:
-            insort(by_size[n_bytes], address)
-        else:
-            by_size[n_bytes] = [address]
-            insort(self.sizes, n_bytes)
+        self.add(address, end - address)
         return address
+
+    def add(self, address: int, n_bytes: int) -> None:
+        """Add a free block that has no free neighbour."""
+        self.starts[address] = n_bytes
+        self.ends[address + n_bytes] = address
+        if n_bytes in self.by_size:
+            insort(self.by_size[n_bytes], address)
+        else:
+            self.by_size[n_bytes] = [address]
+            insort(self.sizes, n_bytes)
 
     def take(self, address: int) -> int:
         """Remove a free block; its bytes."""
@@ -315,6 +323,16 @@ class Block(NamedTuple):
     pool: Pool
     address: int
     n_bytes: int
+
+
+class _Mark(NamedTuple):
+    """An allocator's state as equal blocks are taken: its pool's layout, the blocks to come, its bytes."""
+
+    layout: Hashable
+    n: int
+    allocated_bytes: int
+    reserved_bytes: int
+    end: int
 
 
 class CachingAllocator:
@@ -404,7 +422,7 @@ class CachingAllocator:
             found_bytes, address = found or self._new(pool, n_bytes)
             rest_bytes = found_bytes - n_bytes
             if rest_bytes >= pool.least_rest_bytes and (self.oversize_bytes is None or self._splits(n_bytes)):
-                pool.put(address + n_bytes, rest_bytes)
+                pool.add(address + n_bytes, rest_bytes)
                 if self.looks_further:
                     self._note_split(address, address + n_bytes)
             elif rest_bytes:
@@ -414,6 +432,43 @@ class CachingAllocator:
         if allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = allocated_bytes
         return address
+
+    def allocate_for_good(self, pool: Pool, n_bytes: int, n: int) -> list[int]:
+        """Take `n` equal blocks that are never freed; the addresses of those that are not only counted.
+
+        Where blocks fill new segments and leave the same free blocks behind twice, the next segments repeat
+        that. They are only counted: no later request can be served from them.
+        """
+        addresses: list[int] = []
+        marks: list[_Mark] = []
+        while n > 0:
+            if not self.looks_further and len(marks) < MOST_MARKS and not pool.least(n_bytes)[1]:
+                marks.append(self._mark(pool, n))
+                n -= self._counted(marks)
+            if n > 0:
+                addresses.append(self.allocate(pool, n_bytes))
+                n -= 1
+        return addresses
+
+    def _mark(self, pool: Pool, n: int) -> "_Mark":
+        """An instant of `allocate_for_good` at which `n` blocks are to come, the first in a new segment."""
+        layout = frozenset(pool.starts.items()), self._end % pool.page_bytes, self.n_given_back
+        return _Mark(layout, n, self.allocated_bytes, self.reserved_bytes, self._end)
+
+    def _counted(self, marks: "Sequence[_Mark]") -> int:
+        """Repeat what came between the last two marks if their layouts are equal; how many blocks that is."""
+        if len(marks) < 2 or marks[-1].layout != marks[-2].layout:
+            return 0
+        before, now = marks[-2:]
+        each, reserved_bytes = before.n - now.n, now.reserved_bytes - before.reserved_bytes
+        limits = [limit for limit in (self.limit_bytes, self.allowed_bytes) if limit is not None]
+        times = min([now.n // each, *((limit - now.reserved_bytes) // reserved_bytes for limit in limits)])
+        self.allocated_bytes += times * (now.allocated_bytes - before.allocated_bytes)
+        self.reserved_bytes += times * reserved_bytes
+        self._end += times * (now.end - before.end)
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return times * each
 
     def release(self, pool: Pool, address: int, n_bytes: int) -> None:
         """`free` for a known pool and the rounded bytes that were asked for.

@@ -10,7 +10,7 @@ is played once.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from marshal import dumps, loads
@@ -28,9 +28,9 @@ from memplan.allocator import (
     Pool,
     rounded_bytes,
 )
-from memplan.errors import ContradictoryEstimate
+from memplan.errors import ContradictoryEstimate, InvalidValue
 from memplan.memory import Alive, add_net
-from memplan.record import Alloc, Event, PassPart, Stretch, chain, changes, events, repeated
+from memplan.record import Alloc, Event, Free, PassPart, Stretch, chain, changes, events, repeated
 from memplan.shapes import Buffer
 
 MOST_STEPS: Final = 10
@@ -52,6 +52,13 @@ MOST_EVENTS: Final = 500_000
 """Events of the longest step that is replayed in full if the growth is not constant; others are shortened."""
 
 
+MOST_REPLAYED: Final = 50_000_000
+"""The most events of a step that is replayed in full: about a minute for each of up to ten steps."""
+
+MOST_CORRECTED: Final = 2_000_000
+"""The most events of a step that is replayed in full because peaks of shorter programs contradict it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorProgram:
     """The allocations and frees of one rank: `setup`, then, with an empty cache and new peaks, steps.
@@ -61,7 +68,8 @@ class AllocatorProgram:
     gradients stay.
 
     Attributes whose meaning their name does not tell:
-        start: allocated after the setup and never freed.
+        received: receive buffers and how many of each, allocated after the setup and never freed.
+        start: what comes after them, before the first step.
         second: events between the first step and the second.
         states: the optimizer's, allocated in the first step before the stretch called `update_name`.
         beside: groups of buffers; the first allocation of one of a group also allocates the buffer beside it.
@@ -76,6 +84,7 @@ class AllocatorProgram:
 
     setup: tuple[Event, ...]
     step: Stretch
+    received: Sequence[tuple[Buffer, int]] = ()
     start: tuple[Event, ...] = ()
     first_step: Stretch | None = None
     second: tuple[Event, ...] = ()
@@ -165,6 +174,7 @@ def replayed(
 
     Raises:
         OutOfMemory: if the limits are too low.
+        InvalidValue: if the whole step would have to be replayed and has too many events.
     """
     left_out = _most_repeats(program.step) - FEW
     if left_out < 3 * FEW:
@@ -177,8 +187,10 @@ def replayed(
         except _NotRecurring as given_up:
             tried_bytes = given_up.reserved_bytes
     found = unlimited or _extrapolated(program, left_out, memory.config, reached)
-    too_long = _n_events(program.step) > MOST_EVENTS
-    if found is not None and (found.settled or too_long):
+    n_events = _n_events(program.step)
+    too_long = n_events > MOST_EVENTS
+    trusted = found is None or _is_possible(found, program)
+    if found is not None and trusted and (found.settled or too_long):
         if memory.keeps_all(found.reserved_bytes):
             return replace(found, tried_bytes=tried_bytes)
         bound_bytes = memory.bound_bytes
@@ -187,8 +199,23 @@ def replayed(
                 f"{found.allocated_bytes} bytes are in use at once, limit_bytes={bound_bytes}; "
                 "use a smaller plan."
             )
-    shorter = _shortened(program, memory, left_out) if too_long else None
-    return _replayed(program, memory) if shorter is None else shorter
+    shorter = _shortened(program, memory, left_out) if too_long and trusted else None
+    trusted = trusted and (shorter is None or _is_possible(shorter, program))
+    if shorter is not None and trusted:
+        return shorter
+    most_events = MOST_REPLAYED if trusted else MOST_CORRECTED
+    if n_events > most_events:
+        raise InvalidValue(
+            f"what the allocator reserves is not known: the {n_events:,} allocations and computations of a "
+            f"step neither repeat nor grow evenly, and at most {most_events:,} are replayed one by one; "
+            "use fewer micro-batches: a smaller global_batch, or a larger micro_batch."
+        )
+    return _replayed(program, memory)
+
+
+def _is_possible(found: Replayed, program: AllocatorProgram) -> bool:
+    """Whether peaks of shorter programs contradict neither each other nor the step's tensors."""
+    return program.step.high_bytes <= found.allocated_bytes <= found.reserved_bytes
 
 
 def _shortened(program: AllocatorProgram, memory: Memory, left_out: int) -> Replayed | None:
@@ -492,9 +519,11 @@ class _Replay:
         allocator.release_cached()
         allocator.reset_peaks()
         self.n_given_back = allocator.n_given_back
-        self._play(self._operations(program.start))
         steps = [program.step, *([] if program.first_step is None else [program.first_step])]
-        self.unmoved = {*self.held, *program.states} - _changed(*steps, events("", program.second))
+        moved = _changed(*steps, events("", program.second))
+        self._receive(moved)
+        self._play(self._operations(program.start))
+        self.unmoved = {*self.held, *program.states} - moved
         """What no step allocates or frees: weights, optimizer state."""
         self.n_steps = self.started = 0
         self.free_after: list[FreeSizes] = []
@@ -504,6 +533,16 @@ class _Replay:
         self.at_rest.update(program.states)
         self.at_rest.update(brought for _, brought in program.beside)
         self.at_rest.update(program.kept)
+
+    def _receive(self, moved: Collection[Buffer]) -> None:
+        """Allocate the receive buffers; of those that are not `moved`, whole segments are only counted."""
+        for buffer, n in self.program.received:
+            if buffer in moved or buffer in self.beside:
+                for _ in range(n):
+                    self._allocate(buffer)
+            elif buffer.n_bytes:
+                for address in self.allocator.allocate_for_good(*self._request(buffer), n):
+                    self._hold(buffer, address)
 
     def step(self) -> bool:
         """Replay a step and free what it leaves; False if a state recurs, so that the rest is left out."""
@@ -664,10 +703,12 @@ class _Replay:
             for buffer in self.states:
                 self._allocate(buffer)
             self.states = ()
+        if self.n_steps == 0 and stretch.repeats > 1 and self._forgone(stretch):
+            return
         seen: dict[int, tuple[int, _State]] = {}
         ages = self.allocator.ages
         since = i = n_played = 0
-        n, may_recur = stretch.repeats, stretch.repeats > 2 and stretch.net_bytes == 0
+        n, may_recur = stretch.repeats, self._may_recur(stretch)
         while i < n:
             if self.reached is not None and so_far and i >= FEW and not self.beside:
                 key = *so_far[:-1], (i, *so_far[-1][1:])
@@ -689,6 +730,15 @@ class _Replay:
             ages.next_repetition()
             self._once(stretch)
             i, n_played = i + 1, n_played + 1
+
+    def _may_recur(self, stretch: Stretch) -> bool:
+        """Whether states between repetitions are worth comparing: not if replaying these has fewer events.
+
+        A state is of all blocks, while a loop over a pass' blocks has a few hundred events.
+        """
+        if stretch.repeats <= 2 or stretch.net_bytes:
+            return False
+        return stretch.has_passes or _n_events(stretch) > sum(map(len, self.held.values()))
 
     def repeated(self, before: _State, now: _State, most: int) -> tuple[int, _State]:
         """Leave out up to `most` repetitions between equal states; how many, and the state after them."""
@@ -796,24 +846,41 @@ class _Replay:
         frees the oldest tensors of the forward pass, and the newest of the first part, which went the other
         way.
         """
-        if buffer not in self.held and self.not_yet[buffer]:
-            self.not_yet[buffer] -= 1
+        held, current = self.held.get(buffer), self.current
+        if held is None:
+            self._forgo(buffer)
             return
-        if buffer not in self.held:
-            raise ContradictoryEstimate(
-                f"{buffer.name!r} is freed once more than it was allocated, by the allocator's program of a "
-                "plan. This is a fault of the plan's engine; please report the plan to its authors."
-            )
-        held, current = self.held[buffer], self.current
         if buffer in self.program.oldest_first:
             current, i = next(iter(held)), 0
         elif current not in held:
             stage, n, split = current
-            earlier = [made for part in range(split - 1, -1, -1) if (made := (stage, n, part)) in held]
-            current = earlier[0] if earlier else next(reversed(held))
-            i = 0 if earlier and split == SPLIT["backward-weight"] and not current[2] else -1
+            for part in range(split - 1, -1, -1):
+                if (current := (stage, n, part)) in held:
+                    i = 0 if split == SPLIT["backward-weight"] and not part else -1
+                    break
+            else:
+                current, i = next(reversed(held)), -1
         pool, n_bytes = self.requests[buffer]
         self.allocator.release(pool, self._taken(buffer, current, i), n_bytes)
+
+    def _forgone(self, loop: Stretch) -> bool:
+        """Leave out a loop that only frees what a step before the first would have left; whether it does."""
+        if any(part.parts or not all(isinstance(e, Free) for e in part.events) for part in loop.parts):
+            return False
+        freed = {buffer: -net for buffer, (net, _) in loop.held.items()}
+        if any(buffer in self.held or self.not_yet[buffer] < n for buffer, n in freed.items()):
+            return False
+        self.not_yet.subtract(freed)
+        return True
+
+    def _forgo(self, buffer: Buffer) -> None:
+        """Leave out a free in the first step, of what a step before it would have left."""
+        if not self.not_yet[buffer]:
+            raise ContradictoryEstimate(
+                f"{buffer.name!r} is freed once more than it was allocated, by the allocator's program of a "
+                "plan. This is a fault of the plan's engine; please report the plan to its authors."
+            )
+        self.not_yet[buffer] -= 1
 
     def _hand_over(self, buffer: Buffer) -> None:
         """Replace a freed receive buffer by the tensor that another stage of the rank has made for it."""

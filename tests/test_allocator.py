@@ -1,6 +1,7 @@
 """The caching allocator by hand, its laws for any sequence, and plans replayed through it."""
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -219,6 +220,36 @@ def test_a_limit_that_is_never_reached_changes_nothing(requests):
     assert limited.n_retries == 0
 
 
+def with_equal_blocks(before, n_bytes, n, after, limit_bytes, *, counted: bool) -> list[object]:
+    """What an allocator says of `n` equal blocks between other requests, every fourth of which is freed."""
+    allocator = CachingAllocator(limit_bytes=limit_bytes)
+    said: list[object] = []
+    try:
+        for i, (each, stream, _) in enumerate(before):
+            block = allocator.malloc(each, stream)
+            said.append(block.address)
+            if i % 4 == 0:
+                allocator.free(block)
+        if counted:
+            pool = allocator.pool_of(rounded_bytes(n_bytes), "")
+            allocator.allocate_for_good(pool, rounded_bytes(n_bytes), n)
+        else:
+            held = [allocator.malloc(n_bytes) for _ in range(n)]
+            assert len(held) == n
+        said += [allocator.malloc(each, stream).address for each, stream, _ in after]
+    except OutOfMemory as error:
+        said.append(str(error))
+    return [*said, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.cached]
+
+
+@given(before=REQUESTS, n_bytes=SIZES, n=st.integers(0, 150), after=REQUESTS, quarters=st.integers(0, 4))
+def test_equal_blocks_that_are_only_counted_are_as_if_each_was_taken(before, n_bytes, n, after, quarters):
+    """`quarters`: the driver has so many quarters of what the blocks need; 0: no limit."""
+    limit_bytes = quarters * n * n_bytes // 4 + 20 * MiB if quarters else None
+    counted = with_equal_blocks(before, n_bytes, n, after, limit_bytes, counted=True)
+    assert counted == with_equal_blocks(before, n_bytes, n, after, limit_bytes, counted=False)
+
+
 def buffer(n_mib: int, kind="temporaries") -> Buffer:
     return Buffer("b", (n_mib,), FP32, n_mib * MiB, kind)
 
@@ -303,6 +334,55 @@ def test_left_out_repetitions_of_a_plan_change_nothing(plan):
     assert updates
     written_out = dataclasses.replace(program, step=chain("step", *parts))
     assert replayed(written_out) == replayed(program)
+
+
+COUNTED: list[dict[str, Any]] = [
+    {"schedule": "gpipe", "seq_len": 96},
+    {"schedule": "1f1b", "seq_len": 1024},
+    {"schedule": "looped-bfs", "virtual_stages": 2, "seq_len": 384},
+    {"schedule": "zero-bubble", "virtual_stages": 2, "seq_len": 1024},
+    {"schedule": "zbv", "virtual_stages": 2, "seq_len": 1024},
+]
+
+
+@pytest.mark.parametrize("m", [12, 40])
+@pytest.mark.parametrize("plan", COUNTED, ids=lambda plan: " ".join(map(str, plan.values())))
+def test_receive_buffers_that_are_counted_are_as_if_each_was_taken(plan, m, monkeypatch):
+    """In the reference each is allocated alone, and every loop's states are compared."""
+    e = memplan.estimate(SMALL, pp=4, global_batch=m, **plan)
+    programs = [stage.program() for stage in e.stages]
+    counted = [replayed(program) for program in programs]
+    monkeypatch.setattr("memplan.allocator.MOST_MARKS", 0)
+    monkeypatch.setattr(
+        "memplan.replay._Replay._may_recur", lambda _, loop: loop.repeats > 2 and not loop.net_bytes
+    )
+    assert [replayed(program) for program in programs] == counted
+
+
+LIMIT_S = 20.0
+
+
+def of_a_million(schedule: str) -> memplan.Estimate:
+    """Its peaks are not worked out yet; there are as many receive buffers as micro-batches."""
+    planned = SCHEDULES.named(schedule)
+    virtual_stages = planned.stages_per_rank or planned.fewest_stages
+    plan: dict[str, Any] = {"pp": 4, "schedule": schedule, "virtual_stages": virtual_stages, "seq_len": 1024}
+    return memplan.estimate(SMALL, global_batch=1_000_000, **plan)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"])
+def test_a_million_micro_batches_take_seconds(schedule):
+    start = time.process_time()
+    assert of_a_million(schedule).reserved_bytes > 1_000_000 * 2 * MiB  # of each receive buffer
+    assert time.process_time() - start < LIMIT_S
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv", "dualpipe-v"])
+def test_a_million_micro_batches_of_which_nothing_repeats_are_refused_in_seconds(schedule):
+    start = time.process_time()
+    with pytest.raises(InvalidValue, match=r"at most [25]0?,000,000 .* use fewer micro-batches"):
+        _ = of_a_million(schedule).reserved_bytes
+    assert time.process_time() - start < LIMIT_S
 
 
 FEW_BLOCKS = dataclasses.replace(SMALL, n_layers=4)

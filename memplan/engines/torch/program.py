@@ -48,7 +48,8 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
     later = [bucket for stage in stages for bucket in reducer_of(stage).buckets] if stages.plan.ddp else []
     return AllocatorProgram(
         setup=tuple(_setup(stages, first_buckets)),
-        start=(*_received(stages), *_lazy_init(stages)),
+        received=tuple(_received(stages)),
+        start=tuple(_lazy_init(stages)),
         first_step=None if fresh is None else step(fresh, first),
         second=(
             *frees(*[bucket for stage in stages for bucket in first_buckets[stage]]),
@@ -113,17 +114,17 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
         yield from frees(tokens)
 
 
-def _received(stages: RankStages) -> Iterator[Event]:
-    """The receive buffers of a schedule, allocated as the first step starts.
+def _received(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
+    """The receive buffers of a schedule in order, and how many of each, allocated as the first step starts.
 
     Source: `torch.distributed.pipelining.schedules:PipelineScheduleMulti._initialize_stages`.
     """
     n = stages.plan.n_micro_batches
     received = [found for found in zip(stages, stages.received, strict=True) if found[0].keeps_received]
     for stage, (inputs, _) in received:
-        yield from allocs(*[inputs] * (0 if stage.first else n))
+        yield inputs, 0 if stage.first else n
     for stage, (_, gradient) in reversed(received):
-        yield from allocs(*[gradient] * (0 if stage.last else n))
+        yield gradient, 0 if stage.last else n
 
 
 def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
