@@ -14,7 +14,7 @@ from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.checks import check_plan
 from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
-from memplan.mesh import Mesh, axis_names, degrees_text, with_several
+from memplan.mesh import VIEWS, Mesh, axis_names, degrees_text, with_several
 from memplan.models import Model, divided
 from memplan.plan import RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
@@ -130,12 +130,11 @@ class Space:
     def eps(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The degrees of expert parallelism that are tried on a mesh without it.
 
-        Left out, that is one, and the largest that divides the experts and is within a node, alone.
+        Left out, that is one, and without tensor ranks the largest that divides the experts within a node.
         """
         ranks, tp = sizes["dp"] * sizes["tp"], sizes["tp"]
         if "ep" in self.ranges:
-            asked = tuple([ep for ep in self.ranges["ep"] if ep == 1 or (ep % tp == 0 and ranks % ep == 0)])
-            return asked if self.node is None else tuple([ep for ep in asked if self.node % ep == 0])
+            return tuple([ep for ep in self.ranges["ep"] if ep == 1 or (ep % tp == 0 and ranks % ep == 0)])
         if tp > 1 or sizes["pp"] > 1 or self.node is None or not self.model.n_experts:
             return (1,)
         return tuple(sorted({1, gcd(ranks, self.node, self.model.n_experts)}))
@@ -176,7 +175,7 @@ class Space:
 
     def _no_mesh(self) -> str:
         """Why there is no mesh, with a way out."""
-        asked = {axis: self.ranges[axis] for axis in axis_names() if axis in self.ranges}
+        asked = {axis: self.ranges[axis] for axis in (*axis_names(), *VIEWS) if axis in self.ranges}
         said = " and ".join(f"{axis}={_either(values)}" for axis, values in asked.items())
         if any(self._meshes(self._within_node())):
             return next(iter(self.undivided.values()))

@@ -89,6 +89,16 @@ AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
 """One rank of 2 to 64, whose others are played."""
 
 
+EXPERTS_AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
+    {"groups": 1, "zero": 3, "precision": "bf16-mixed", "recompute": "full"},
+    {"groups": 2, "zero": 3, "precision": "bf16-mixed", "recompute": "full"},
+    {"groups": 2, "zero": 2, "precision": "bf16", "accumulate": 2, "recompute": "full"},
+    {"groups": 2, "zero": 3, "precision": "bf16"},
+    {"groups": 1, "zero": 3, "precision": "bf16-mixed", "dp_replicate": 2, "fsdp_units": "block+ends"},
+)
+"""One rank of one or two groups of expert-parallel ranks, whose others are played."""
+
+
 def divided() -> tuple[Case, ...]:
     """Small modules on CPU ranks.
 
@@ -111,25 +121,22 @@ def experts() -> tuple[Case, ...]:
 
 
 def _of_experts(one: Divided) -> Iterator[Case]:
-    model, ranks = shipped_trace(*one), one.ep // one.tp
+    model = shipped_trace(*one)
     if is_architecture(one.name):
-        yield from _with_experts(model, one, MIXTURES, 2 * ranks)
+        yield from _with_experts(model, one, MIXTURES, 2)
         return
-    if ranks == 1:
+    if one.ep == one.tp:
         yield from _with_experts(model, one, IN_ONE_GROUP, 1)
-    for dp in (ranks, 2 * ranks):
-        if dp > 1:
-            yield from _with_experts(model, one, EXPERTS, dp)
+    for n_groups in (1, 2):
+        yield from _with_experts(model, one, EXPERTS, n_groups)
 
 
 def _with_experts(
-    model: TracedModel, one: Divided, plans: Iterable[dict[str, Any]], dp: int
+    model: TracedModel, one: Divided, plans: Iterable[dict[str, Any]], n_groups: int
 ) -> Iterator[Case]:
     for options in plans:
-        asked = {"dp_replicate": 1, **options, "dp": dp, "ep": one.ep}
-        replicas = dp * asked["dp_replicate"]
-        if replicas * one.tp <= MOST_RANKS:
-            asked["global_batch"] = replicas * asked["micro_batch"] * asked.pop("accumulate", 1)
+        asked = _in_groups(one, {**options, "groups": n_groups})
+        if asked["dp"] * asked["dp_replicate"] * one.tp <= MOST_RANKS:
             yield from _cases(model, one.tp, [asked])
 
 
@@ -144,12 +151,20 @@ def gpu_divided(gpus: Gpus | None) -> tuple[Case, ...]:
         return divided()
     backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
     found = []
-    for name, tp, ep in divided_traces():
-        if name in PUBLISHED and ep == 1:
-            for case in _cases(shipped_trace(name, tp), tp, AT_TRUE_SIZE, wild_named(name).seq_len):
-                case = replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend, rank=0)
-                found.append(replace(case, steps=UNTIMED_STEPS, timeout_s=600.0))
+    for one in [each for each in divided_traces() if each.name in PUBLISHED]:
+        plans = AT_TRUE_SIZE if one.ep == 1 else [_in_groups(one, plan) for plan in EXPERTS_AT_TRUE_SIZE]
+        for case in _cases(shipped_trace(*one), one.tp, plans, wild_named(one.name).seq_len):
+            case = replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend, rank=0)
+            found.append(replace(case, steps=UNTIMED_STEPS, timeout_s=600.0))
     return tuple(found)
+
+
+def _in_groups(one: Divided, plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan on groups of expert-parallel ranks; `accumulate`: micro-batches of a replica."""
+    asked = {"dp_replicate": 1, "accumulate": 1, "micro_batch": 1, **plan, "ep": one.ep}
+    asked["dp"] = dp = asked.pop("groups") * one.ep // one.tp
+    asked["global_batch"] = dp * asked["dp_replicate"] * asked["micro_batch"] * asked.pop("accumulate")
+    return asked
 
 
 def _check_installed() -> None:

@@ -75,6 +75,13 @@ class TorchEngine(Engine):
                 "an all-to-all to the experts and one back). Tokens are taken to choose all experts equally "
                 "often: a rank whose experts are chosen more holds more activations, in proportion."
             )
+            own = model.n_experts // plan.ep
+            if 0 < own < plan.efsdp:
+                yield (
+                    f"Each rank has {own} of a block's experts, and {plan.efsdp} ranks have the same: FSDP2 "
+                    f"shards whole experts, so {plan.efsdp - own} of them hold none, and what is gathered is "
+                    f"padded {plan.efsdp / own:.3g} times. Use a larger ep, or dp_replicate."
+                )
         if plan.fsdp and torch_options(plan).fsdp_version == 1:
             yield (
                 "FSDP1 calls record_stream: the allocator reuses a block only once the other stream is done. "
@@ -89,7 +96,7 @@ class TorchEngine(Engine):
                 f"{plan.precision!r} stores them in float32. Use precision='bf16' for weights in bfloat16."
             )
         padding = ""
-        if plan.fsdp and plan.tp == 1 and torch_options(plan).fsdp_version == 2:
+        if plan.fsdp and plan.tp == plan.ep == 1 and torch_options(plan).fsdp_version == 2:
             padding = padding_note(counted_weights(model), plan.dp, plan.formats.gather.itemsize)
         if padding:
             yield padding

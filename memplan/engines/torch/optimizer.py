@@ -290,7 +290,8 @@ def _updated_lists(stages: RankStages, in_order: bool) -> list[Counted]:
     """The parameters that this rank updates, in the lists of foreach calls."""
     owned, plan = stages.owned, stages.plan
     updated = _held(stages, in_order) if owned is None else [(parameter, 1) for parameter in owned]
-    return _lists(updated, apart=plan.tp > 1 and not plan.ddp)
+    one_list = plan.ddp or (plan.ep > 1 and plan.fsdp)
+    return _lists(updated, apart=plan.tp > 1 and not one_list)
 
 
 def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[Sequence[Parameter], int]]:

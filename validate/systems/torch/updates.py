@@ -97,6 +97,7 @@ def optimizer_of(
     """The plan's optimizer over the trained parameters, its state divided over the data axis at ZeRO 1.
 
     Where it takes all parameters at once, those that PyTorch does not take together are separate groups.
+    Beside expert-parallel ranks all are one group: PyTorch takes DTensors of several meshes.
     """
     kind = OPTIMIZERS[plan.optimizer]
     options: dict[str, Any] = {"lr": learning_rate, **IMPLEMENTATIONS[torch_options(plan).optimizer_impl]}
@@ -113,7 +114,8 @@ def optimizer_of(
     )
     if one_by_one:
         return kind(parameters, **options)
-    return kind([{"params": group} for group in by_mesh(parameters)], **options)
+    groups = [parameters] if plan.ep > 1 and plan.fsdp else by_mesh(parameters)
+    return kind([{"params": group} for group in groups], **options)
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

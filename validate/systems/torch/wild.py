@@ -824,7 +824,7 @@ def wild_modules(
                     parameter.data = parameter.data.to(torch_dtype(plan.formats.stored))
         if experts is not None and mesh is not None:
             by_plan_of_transformers(module, {"tp": mesh["tp"], "ep": experts["ep"]})
-            deal_out_evenly(module, plan.ep)
+            EvenRouting(plan).of(module, device)
         elif plan.tp > 1 and mesh is not None:
             by_plan_of_transformers(module, mesh)
         stacks, path = stacks_of(module, model), ""
@@ -850,20 +850,41 @@ def wild_modules(
     return found
 
 
-def deal_out_evenly(module: nn.Module, n_ranks: int) -> None:
-    """Let a module's routers choose all experts equally often, as memplan's traces of divided experts say.
+class EvenRouting:
+    """Lets routers choose all experts equally often, as memplan's traces of divided experts say.
 
-    Only the numbers of the experts are written, into the tensor that a router has made.
+    Only the numbers of the experts are written, into the tensor that a router has made. Where no kernel
+    computes, the rows that ranks exchange are written too, into the tensor that transformers reads them from.
+
+    Source: transformers.distributed.expert_parallel (`AllToAllEP._dispatch_tokens`).
     """
-    for _, experts, n in _experts_of(module):
-        experts.register_forward_pre_hook(partial(_write_even, n_experts=n, n_ranks=n_ranks))
 
+    def __init__(self, plan: Plan) -> None:
+        self.n_ranks, self.tp, self.n_chosen = plan.ep, plan.tp, 0
 
-def _write_even(_: nn.Module, arguments: tuple[Any, ...], *, n_experts: int, n_ranks: int) -> None:
-    for one in arguments:
-        if not one.is_floating_point():
-            even = torch.from_numpy(dealt_out(one.numel(), n_experts, n_ranks))
-            one.data.copy_(even.view(one.shape))
+    def of(self, module: nn.Module, device: torch.device) -> None:
+        """Route the tokens of a module."""
+        for _, experts, n in _experts_of(module):
+            experts.register_forward_pre_hook(partial(self._write, n_experts=n))
+        if device.type != "cpu":
+            cast(Any, import_module("transformers.distributed.expert_parallel")).torch = self
+
+    def _write(self, _: nn.Module, arguments: tuple[Any, ...], *, n_experts: int) -> None:
+        for one in arguments:
+            if not one.is_floating_point():
+                self.n_chosen = one.numel()
+                even = torch.from_numpy(dealt_out(self.n_chosen, n_experts, self.n_ranks))
+                one.data.copy_(even.view(one.shape))
+
+    def stack(self, parts: list[Tensor]) -> Tensor:
+        """`torch.stack` of the rows that each rank is sent, and of those that come from it."""
+        found = torch.stack(parts)
+        rows = torch.full(found.shape, self.n_chosen // self.tp // self.n_ranks)
+        return found if found.is_floating_point() else found.copy_(rows)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else of torch."""
+        return getattr(torch, name)
 
 
 def _experts_of(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
