@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 import pytest
+import torch
 
 import memplan
 from memplan import InvalidValue, MissingRule, PlanRefused
@@ -81,6 +82,11 @@ def test_a_rank_that_has_experts_alone_gathers_none():
 def test_what_does_not_run_with_expert_parallel_ranks_is_refused(options, error, said):
     with pytest.raises(error, match=said):
         memplan.estimate(qwen(), **{"zero": 3, **ON_CPU, **options})
+
+
+def test_a_module_is_traced_over_whole_groups():
+    with pytest.raises(InvalidValue, match=r"ep=2 is not a multiple of tp=4, .*use 4\."):
+        memplan.trace(torch.nn.Linear(2, 2), torch.ones(1, 2), mesh={"tp": 4, "ep": 2})
 
 
 def test_models_without_experts_are_refused():

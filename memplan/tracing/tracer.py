@@ -147,10 +147,12 @@ def trace(
             GPU is known.
         executed: run the passes on the current GPU, with weights of any values. What is traced holds for that
             GPU and for the example's sizes, and with cuDNN's workspaces, for which there are no rules.
-        mesh: the ranks over which the module is divided, as {"tp": 8}; the trace is of the first of them, and
-            for these degrees only. The module is given undivided.
-        parallelize: what divides it, called with the module and a `DeviceMesh` of these axes: of the modules
-            of transformers left out (their own plan), else a function around `parallelize_module`, say.
+        mesh: the ranks over which the module is divided, as {"tp": 8}, or {"tp": 2, "ep": 8}, of which 2 in a
+            row are tensor-parallel; the trace is of the first of them, and for these degrees only. The
+            module is given undivided.
+        parallelize: what divides it, called with the module and a `DeviceMesh` of these axes (with "ep", a
+            dict of one for each): of the modules of transformers left out (their own plan), else a function
+            around `parallelize_module`, say.
 
     Raises:
         InvalidValue: for a module or an example that cannot be used, and why.
@@ -234,7 +236,14 @@ def checked_mesh(mesh: Mapping[str, int]) -> dict[Group, int]:
     for axis in mesh:
         if axis not in DIVIDING:
             raise unknown_name("axis of a mesh that a module is divided over", axis, DIVIDING)
-    return {axis: n for axis, n in mesh.items() if checked_count(axis, n) > 1}
+    found = {axis: n for axis, n in mesh.items() if checked_count(axis, n) > 1}
+    tp, ep = found.get("tp", 1), found.get("ep", 0)
+    if ep % tp:
+        raise InvalidValue(
+            f"mesh={shown_value(found)}: ep={ep} is not a multiple of tp={tp}, though ranks of one tensor "
+            f"group hold one batch; use {tp * -(-ep // tp)}."
+        )
+    return found
 
 
 def _checked_device(asked: str, *, executed: bool) -> torch.device:
