@@ -67,8 +67,11 @@ MIXTURES: Final[tuple[dict[str, Any], ...]] = (
 )
 """Each mixture of experts of transformers, on two groups of expert-parallel ranks."""
 
+FEW_RANKS: Final = 4
 MOST_RANKS: Final = 8
-"""Of a case; more take too long on a few cores."""
+"""Of a case; only the first `ON_MANY_RANKS` plans run on more than a few, which take long on two cores."""
+
+ON_MANY_RANKS: Final = 2
 
 UNEVEN: Final = "hf-llama-odd"
 """A module whose sizes the ranks do not divide: `tests/test_divided.py` compares the first rank."""
@@ -90,13 +93,13 @@ AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
 
 
 EXPERTS_AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
-    {"groups": 1, "zero": 3, "precision": "bf16-mixed", "recompute": "full"},
-    {"groups": 2, "zero": 3, "precision": "bf16-mixed", "recompute": "full"},
-    {"groups": 2, "zero": 2, "precision": "bf16", "accumulate": 2, "recompute": "full"},
-    {"groups": 2, "zero": 3, "precision": "bf16"},
-    {"groups": 1, "zero": 3, "precision": "bf16-mixed", "dp_replicate": 2, "fsdp_units": "block+ends"},
+    {"groups": 1, "zero": 3, "precision": "bf16", "recompute": "full"},
+    {"groups": 16, "zero": 3, "precision": "bf16-mixed", "recompute": "full"},
+    {"groups": 8, "zero": 2, "precision": "bf16", "accumulate": 2, "recompute": "full"},
+    {"groups": 16, "zero": 3, "precision": "bf16"},
+    {"groups": 8, "zero": 3, "precision": "bf16-mixed", "dp_replicate": 2, "fsdp_units": "block+ends"},
 )
-"""One rank of one or two groups of expert-parallel ranks, whose others are played."""
+"""One rank of 1 to 16 groups of expert-parallel ranks, whose others are played."""
 
 
 def divided() -> tuple[Case, ...]:
@@ -134,9 +137,10 @@ def _of_experts(one: Divided) -> Iterator[Case]:
 def _with_experts(
     model: TracedModel, one: Divided, plans: Iterable[dict[str, Any]], n_groups: int
 ) -> Iterator[Case]:
-    for options in plans:
+    for i, options in enumerate(plans):
         asked = _in_groups(one, {**options, "groups": n_groups})
-        if asked["dp"] * asked["dp_replicate"] * one.tp <= MOST_RANKS:
+        most = MOST_RANKS if i < ON_MANY_RANKS else FEW_RANKS
+        if asked["dp"] * asked["dp_replicate"] * one.tp <= most:
             yield from _cases(model, one.tp, [asked])
 
 
