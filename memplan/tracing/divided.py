@@ -50,9 +50,7 @@ def divided(
                 f"{type(module).__name__} cannot be divided over {degrees_text(mesh)} ({reason(error)}); use "
                 "one rank, other degrees, or a function of your own (memplan.trace, parallelize)."
             ) from error
-        groups: dict[str, Group] = {}
-        for axis in mesh:
-            groups.setdefault(str(ranks[axis].get_group().group_name), axis)
+        groups = {str(ranks[axis].get_group().group_name): axis for axis in mesh}
         yield (made if isinstance(made, nn.Module) else own), groups
 
 
@@ -68,7 +66,8 @@ def copied(module: nn.Module) -> nn.Module:
 def played_mesh(sizes: Mapping[str, int], device: torch.device) -> Iterator[Ranks]:
     """The ranks of a job of which this process is the first; collectives end at once and move nothing.
 
-    Of expert-parallel ranks there is one group, in which tensor-parallel ones are neighbours.
+    Of expert-parallel ranks there are two groups, in which tensor-parallel ones are neighbours: PyTorch would
+    make one process group of groups of all ranks.
 
     Raises:
         InvalidValue: the process is one of a real job.
@@ -80,14 +79,16 @@ def played_mesh(sizes: Mapping[str, int], device: torch.device) -> Iterator[Rank
             "a module is divided over ranks that are played, but this process is a rank of its own job "
             "(torch.distributed is initialized); trace it in another process, or before."
         )
-    n, tp = max(sizes.values()), sizes.get("tp", 1)
+    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
+    n = 2 * ep if ep > 1 else tp
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
     try:
-        if "ep" not in sizes:
+        if ep == 1:
             yield init_device_mesh(device.type, (n,), mesh_dim_names=("tp",))
             return
         dense = init_device_mesh(device.type, (n // tp, tp), mesh_dim_names=("dp", "tp"))
-        yield {"tp": dense["tp"], "ep": init_device_mesh(device.type, (n,), mesh_dim_names=("ep",))}
+        experts = init_device_mesh(device.type, (2, ep), mesh_dim_names=("efsdp", "ep"))
+        yield {"tp": dense["tp"], "ep": experts["ep"]}
     finally:
         dist.destroy_process_group()
 
