@@ -17,7 +17,9 @@ from memplan import Model, Plan
 from memplan.engines.checks import check_plan
 from memplan.errors import PlanRefused
 from memplan.estimate import StageEstimate, rank_estimate
+from memplan.mesh import Mesh
 from validate.cases import Case, architecture_traces
+from validate.predict import axis_of
 from validate.records import PEAK_TOLERANCE, Record, read_records
 
 MEASURED = Path(__file__).parents[1] / "data" / "measurements"
@@ -66,16 +68,17 @@ def _predicted(place: int) -> dict[int, Said]:
         at = case.plan.place(rank["rank"])
         estimated = rank_estimate(case.model, case.plan, at, case.kernels, case.talks_by)
         states = {kind: getattr(estimated.states, kind) for kind in STATES}
-        found[rank["rank"]] = Said(states, entries(estimated), estimated.peak_bytes)
+        found[rank["rank"]] = Said(states, entries(estimated, case.plan.mesh), estimated.peak_bytes)
     return found
 
 
-def entries(estimated: StageEstimate) -> set[Entry]:
+def entries(estimated: StageEstimate, mesh: Mesh) -> set[Entry]:
     calls: Counter[tuple[str, str]] = Counter()
     payload_bytes: Counter[tuple[str, str]] = Counter()
     for collective in estimated.collectives:
-        calls[collective.kind, collective.axis] += collective.calls
-        payload_bytes[collective.kind, collective.axis] += collective.payload_bytes
+        key = collective.kind, axis_of(mesh, collective.axis)
+        calls[key] += collective.calls
+        payload_bytes[key] += collective.payload_bytes
     return {(*key, n, payload_bytes[key]) for key, n in calls.items()}
 
 

@@ -86,7 +86,7 @@ class TorchEngine(Engine):
             yield (
                 "FSDP1 calls record_stream: the allocator reuses a block only once the other stream is done. "
                 "The reserved bytes assume that it is done at once; runs without a GPU that assumed the "
-                "latest time reserved up to 2.7 % more, and 67 % more with limit_all_gathers=False. "
+                "latest time reserved up to 10.6 % more, and 67 % more with limit_all_gathers=False. "
                 "limit_all_gathers=True is planned."
             )
         held = set(model.trained_dtypes) - {FP32.name} if isinstance(model, TracedModel) else ()

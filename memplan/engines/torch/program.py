@@ -287,9 +287,10 @@ def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> It
 def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]]:
     """The buffers that FSDP2 allocates on streams of its own, each with its stream.
 
-    They are an all-gather's input and output, and a reduce-scatter's output. Gradients before the reduction
-    and unsharded weights are allocated on the default stream, and so are all-gathers that a schedule asks for
-    ahead of time. Each pipeline stage is an FSDP root with streams of its own.
+    They are an all-gather's input and output, a reduce-scatter's output, and gradients that a rank alone has
+    divided. Gradients before the reduction and unsharded weights are allocated on the default stream, and so
+    are all-gathers that a schedule asks for ahead of time. Each pipeline stage is an FSDP root with streams
+    of its own.
 
     Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_all_gather`,
     `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
@@ -309,7 +310,7 @@ def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]
                     yield buffer, "all-reduce" if late else "post-backward"
         if isinstance(one, FSDPModule):
             for unit, _ in one.units:
-                for buffer in (unit.reduced, unit.passing, unit.reduce_output):
+                for buffer in (unit.reduced, unit.passing, unit.reduce_output, unit.divided):
                     yield buffer, f"reduce-scatter {local}"
                 for buffer in unit.gathered:
                     yield buffer, f"all-gather copy-in {local}"
