@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from types import FrameType
 from typing import Any, Final, NoReturn
 
 import click
@@ -137,14 +138,20 @@ def command_line(group: click.Group, name: str) -> NoReturn:
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
+    interrupts: list[int] = []
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
     try:
         try:
-            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were loaded
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+            if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(signal.SIGINT, interrupted)
             group(prog_name=name)
             code: Any = 0
         except SystemExit as end:
-            code = INTERRUPTED if isinstance(end.__context__, click.Abort) else end.code
+            code = INTERRUPTED if interrupts else end.code
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = INTERRUPTED
