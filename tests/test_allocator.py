@@ -244,7 +244,7 @@ def with_equal_blocks(before, n_bytes, n, after, limit_bytes, *, counted: bool) 
 
 @given(before=REQUESTS, n_bytes=SIZES, n=st.integers(0, 150), after=REQUESTS, quarters=st.integers(0, 4))
 def test_equal_blocks_that_are_only_counted_are_as_if_each_was_taken(before, n_bytes, n, after, quarters):
-    """`quarters`: the driver has so many quarters of what the blocks need; 0: no limit."""
+    """The driver's limit is `quarters` fourths of the bytes of all blocks, plus 20 MiB; 0: no limit."""
     limit_bytes = quarters * n * n_bytes // 4 + 20 * MiB if quarters else None
     counted = with_equal_blocks(before, n_bytes, n, after, limit_bytes, counted=True)
     assert counted == with_equal_blocks(before, n_bytes, n, after, limit_bytes, counted=False)

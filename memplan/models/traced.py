@@ -126,15 +126,14 @@ def size_at(size: Size, batch: int, seq_len: int) -> int:
     """
     total = 0
     for factor, i, j, divisor in size:
-        n, rest = divmod(factor * batch**i * seq_len**j, divisor)
-        if rest:
+        n = factor * batch**i * seq_len**j
+        if n % divisor:
             raise MissingRule(
-                f"micro_batch={batch}, seq_len={seq_len}: {factor * batch**i * seq_len**j} is divided into "
-                f"{divisor} parts, and of uneven ones nothing was traced; use a micro_batch x seq_len that "
-                f"is a multiple of {divisor}.",
+                f"micro_batch={batch}, seq_len={seq_len}: {n} is divided into {divisor} parts, and of uneven "
+                f"ones nothing was traced; use a micro_batch x seq_len that is a multiple of {divisor}.",
                 kind="a traced model that divides tokens into uneven parts",
             )
-        total += n
+        total += n // divisor
     return total
 
 
@@ -908,7 +907,7 @@ def _size(value: Any) -> Size:
 
 
 def _are_whole(values: Any, least: int, most: int = 3) -> bool:
-    """Whether these are a list of whole numbers, at least and at most so many of them."""
+    """Whether the value is a list of `least` to `most` integers."""
     return isinstance(values, list) and least <= len(values) <= most and all(type(n) is int for n in values)
 
 

@@ -102,7 +102,8 @@ class Space:
         Raises:
             PlanRefused: there is none.
         """
-        found = [mesh for mesh in self._meshes(self.tps()) if _divided_by(mesh) not in self.undivided]
+        every = self._meshes(self._within_node())
+        found = [mesh for mesh in every if _divided_by(mesh) not in self.undivided]
         if not found:
             raise PlanRefused(self._no_mesh())
         yield from found
@@ -117,15 +118,11 @@ class Space:
             divided = dict(zip(("pp", *others, "tp"), sizes, strict=True))
             for dp in self.of("dp", divisors(replicas)):
                 if replicas % dp == 0 and replicas // dp in self.of("dp_replicate", divisors(replicas)):
-                    divided |= {"dp_replicate": replicas // dp, "dp": dp}
-                    for ep in self.eps(divided):
-                        mesh = Mesh(divided | {"ep": ep})
+                    axes = divided | {"dp_replicate": replicas // dp, "dp": dp}
+                    for ep in self.eps(axes):
+                        mesh = Mesh(axes | {"ep": ep})
                         if self._matters(mesh):
                             yield mesh
-
-    def tps(self) -> tuple[int, ...]:
-        """The degrees of tensor parallelism that are tried: within a node, unless that is lifted."""
-        return tuple([tp for tp in self._within_node() if (tp, 1) not in self.undivided])
 
     def eps(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The degrees of expert parallelism that are tried on a mesh without it.
@@ -140,6 +137,7 @@ class Space:
         return tuple(sorted({1, gcd(ranks, self.node, self.model.n_experts)}))
 
     def _within_node(self) -> tuple[int, ...]:
+        """The degrees of tensor parallelism that are tried: within a node, unless that is lifted."""
         every = self.of("tp", divisors(self.n_gpus))
         return every if self.node is None else tuple([tp for tp in every if self.node % tp == 0])
 

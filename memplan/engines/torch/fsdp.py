@@ -558,10 +558,12 @@ class FSDPModule(StageModule[FsdpState]):
 
 
 def gathered_last(stage: Stage, units: Units) -> ParamGroup | None:
-    """The experts that a step gathers last to recompute them: those of the first block that has some.
+    """The FSDP2 unit whose all-gather output is still allocated when a step's backward pass has ended.
 
-    None if their output's gradient exists by then, as they are gathered before it as any unit is, or if they
-    are recomputed to their end.
+    It is the experts of the first block with experts: the backward pass recomputes them last.
+
+    None if their pre-backward hook runs before the recomputation, or if the recomputation runs their forward
+    pass to its end.
 
     Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard`
     (`all_gather_state`).

@@ -18,10 +18,10 @@ from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 class ParamGroup:
     """Parameters that are gathered and reduced together: an FSDP2 unit.
 
-    `n_shards` ranks each hold padded shards, so that the flat buffers are so many times the largest shard. A
-    group that `reshards` frees its weights after its forward pass and gathers them again for its backward
-    pass. One of experts is sharded between the ranks that hold the same; a rank `alone` copies its weights,
-    and gathers and sends nothing.
+    Each of `n_shards` ranks holds padded shards, so a flat buffer has `n_shards` times the bytes of the
+    largest shard. A group that `reshards` frees its weights after its forward pass and gathers them again for
+    its backward pass. A group of experts is sharded over `efsdp`. With one shard (`alone`) FSDP2 copies the
+    weights and runs no collective.
     """
 
     def __init__(

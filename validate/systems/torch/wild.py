@@ -864,7 +864,7 @@ class EvenRouting:
 
     def of(self, module: nn.Module, device: torch.device) -> None:
         """Route the tokens of a module."""
-        for _, experts, n in _experts_of(module):
+        for experts, n in _experts_of(module):
             experts.register_forward_pre_hook(partial(self._write, n_experts=n))
         if device.type != "cpu":
             cast(Any, import_module("transformers.distributed.expert_parallel")).torch = self
@@ -887,13 +887,13 @@ class EvenRouting:
         return getattr(torch, name)
 
 
-def _experts_of(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
-    """The modules that hold experts divided over ranks, with their path and the number of all experts."""
+def _experts_of(module: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The modules that hold experts divided over ranks, with the number of experts on all ranks."""
     found = []
-    for path, one in module.named_modules():
+    for one in module.modules():
         own = [p for p in one.parameters(recurse=False) if is_of_experts(p)]
         if own:
-            found.append((path, one, own[0].shape[0]))
+            found.append((one, own[0].shape[0]))
     return found
 
 
@@ -904,7 +904,7 @@ def shard_experts(module: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Non
     """
     if mesh is None:
         return
-    for _, experts, _ in _experts_of(module):
+    for experts, _ in _experts_of(module):
         fully_shard(experts, **fsdp_options(plan, mesh, "efsdp"))
         unit = cast(FSDPModule, experts)
         unit.set_gradient_divide_factor(float(plan.n_replicas))
