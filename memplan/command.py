@@ -14,7 +14,7 @@ from memplan.models.families import implementations_of
 from memplan.plan import Plan
 from memplan.text_tables import WIDTH
 
-FIRST: Final = ("dp_replicate", "dp", "tp", "pp", "zero")
+FIRST: Final = ("dp_replicate", "dp", "cp", "tp", "pp", "zero")
 """Fields of a plan that stand first, in this order."""
 
 ALWAYS: Final = ("global_batch", "seq_len")

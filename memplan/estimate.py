@@ -24,7 +24,7 @@ from memplan.hardware import (
     resolve_cluster,
 )
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants, most_by_kind
-from memplan.mesh import axis_names, with_several
+from memplan.mesh import DIVIDING, axis_names, with_several
 from memplan.models import Model, TracedModel, implemented, model_dict, parameter_count, resolve
 from memplan.models.families import implementations_of
 from memplan.plan import (
@@ -647,6 +647,7 @@ def estimate(
     tp: int = 1,
     pp: int = 1,
     dp_replicate: int = 1,
+    cp: int = 1,
     ep: int = 1,
     zero: int = 0,
     sequence_parallel: bool = False,
@@ -685,6 +686,7 @@ def estimate(
         tp: tensor-parallel ranks.
         pp: ranks of a pipeline.
         dp_replicate: replicas of the `dp` ranks that shard between them (HSDP).
+        cp: context-parallel ranks, which divide each sequence between them.
         ep: expert-parallel ranks, which hold different experts: each `ep` neighbours of the dp x tp ranks.
         zero: 0 DDP, 1 optimizer state, 2 + gradients, 3 + weights.
         sequence_parallel: divide the sequence over the tensor axis between its regions.
@@ -721,6 +723,7 @@ def estimate(
                 gradients are computed ("pre"), after that ("post"), or when the unit is reached ("none").
             forward_prefetch: FSDP1 gathers the next unit of a forward pass ahead.
             no_sync: FSDP1 accumulates whole gradients up to the last micro-batch.
+            cp_rotate_method: how `context_parallel` hands keys and values around: "allgather" or "alltoall".
             optimizer_impl: "for-loop", "foreach", "fused", or "default": torch's choice.
             set_to_none: gradients are freed after the step rather than zeroed.
             gradient_as_bucket_view: DDP's gradients are views of its buckets.
@@ -738,8 +741,8 @@ def estimate(
     kernels = device or device_of(cluster).type
     if example_inputs is not None:
         model = {"module": model, "example_inputs": example_inputs, "targets": targets, "loss": loss}
-    degrees = {name: checked_count(name, n, most=LARGEST_CLUSTER) for name, n in (("tp", tp), ("ep", ep))}
-    mesh = with_several(**degrees)
+    degrees = {name: asked[name] for name in DIVIDING}
+    mesh = with_several(**{n: checked_count(n, k, most=LARGEST_CLUSTER) for n, k in degrees.items()})
     model = resolve(model, implementation, kernels, precisions=(precision,), cache=cache, mesh=mesh)
     if dp is None:
         given = asked | options

@@ -85,6 +85,11 @@ AXES: Final = Registry(
             left_out="what the cluster has left",
             takes_sequences=True,
         ),
+        "cp": Axis(
+            text="Context-parallel ranks, which divide each sequence between them",
+            waits="tp",
+            hidden_if_one=True,
+        ),
         "tp": Axis(text="Tensor-parallel ranks", waits="tp"),
     },
 )
@@ -118,6 +123,9 @@ VIEWS: Final[Mapping[str, View]] = {
     )
 }
 """The views by name."""
+
+DIVIDING: Final = ("tp", "cp", "ep")
+"""The axes and views whose ranks run a module differently: it is traced for each number of these ranks."""
 
 RESTS: Final[Mapping[Group, str]] = {view.rest: name for name, view in VIEWS.items()}
 """The view that leaves each group."""
@@ -205,6 +213,11 @@ class Mesh:
         return tuple([axis for axis, n in self.sizes.items() if n > 1])
 
     @property
+    def dividing(self) -> dict[Group, int]:
+        """The ranks along the axes and views over which a module is divided, where there are several."""
+        return with_several(**{name: self.size(name) for name in DIVIDING})
+
+    @property
     def n_communicators(self) -> Any:
         """NCCL communicators: one for each axis and view with several ranks, and for what a view leaves.
 
@@ -250,7 +263,8 @@ class Mesh:
             return self.views[RESTS[group]]
         names, axes = list(self.sizes), [AXES.checked_name(axis) for axis in group.split(TIMES)]
         places = [names.index(axis) for axis in axes]
-        if places != list(range(places[0], places[0] + len(places))):
+        between = {*names[places[0] : places[-1] + 1]}.difference(axes)
+        if places != sorted(places) or any(np.max(self.sizes[axis]) > 1 for axis in between):
             raise InvalidValue(
                 f"group={group!r} is of axes that are not beside each other in {TIMES.join(names)}; name "
                 "them in this order, with the ones between."
@@ -261,7 +275,7 @@ class Mesh:
         """The coordinates of a rank along each axis; the last axis is the innermost.
 
         >>> Mesh({"dp": 2, "tp": 2}).place(3)
-        {'pp': 0, 'dp_replicate': 0, 'dp': 1, 'tp': 1}
+        {'pp': 0, 'dp_replicate': 0, 'dp': 1, 'cp': 0, 'tp': 1}
         """
         found: dict[str, int] = {}
         for axis, n in reversed(self.sizes.items()):
@@ -283,6 +297,16 @@ def inner_first(groups: Mapping[Group, Any]) -> Iterator[Group]:
     for unknown in set(groups).difference(names):
         AXES.checked_name(unknown)
     yield from [group for group in names if group in groups]
+
+
+def shard_group(cp: Count) -> Group:
+    """The ranks between which FSDP2 shards weights: with context-parallel ones all of dp x cp.
+
+    `cp`: of one plan, or of many that all have context-parallel ranks or none.
+
+    Source: accelerate.parallelism_config:ParallelismConfig.dp_shard_cp_dim_names.
+    """
+    return "dp" if np.max(cp) == 1 else f"dp{TIMES}cp"
 
 
 def sends_along(group: Group) -> bool:

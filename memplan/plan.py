@@ -19,7 +19,7 @@ from memplan.fields import (
     described,
     described_fields,
 )
-from memplan.mesh import AXES, VIEWS, Mesh, axis_names, replica_axes
+from memplan.mesh import AXES, VIEWS, Group, Mesh, axis_names, replica_axes, shard_group
 from memplan.precisions import PRECISIONS, Precision
 from memplan.schedules import SCHEDULES, Schedule
 
@@ -50,6 +50,7 @@ class Rank:
     pp: int = 0
     dp_replicate: int = 0
     dp: int = 0
+    cp: int = 0
     tp: int = 0
     others: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
@@ -70,9 +71,10 @@ class Plan:
     """One way of dividing a training job.
 
     Mesh axes, outermost first: `pp` ranks of a pipeline, `dp_replicate` replicas of `dp` data-parallel ranks
-    (HSDP), `tp` tensor shards; the world is their product. `zero`: 0 replicates (DDP), 1 shards optimizer
-    state, 2 gradients too, 3 weights too. A step trains on `global_batch` sequences of `seq_len` tokens, each
-    replica in micro-batches of `micro_batch`; 0: one micro-batch per pipeline stage and replica. Each field's
+    (HSDP), `cp` ranks that divide each sequence, `tp` tensor shards; the world is their product. `zero`: 0
+    replicates (DDP), 1 shards optimizer state, 2 gradients too, 3 weights too. A step trains on
+    `global_batch` sequences of `seq_len` tokens, each replica in micro-batches of `micro_batch`; 0: one
+    micro-batch per pipeline stage and replica. Each field's
     `text` describes it. `ep` divides the dp x tp ranks anew: each group of `ep` neighbours holds all experts,
     and the `efsdp` ranks with the same experts shard them between them.
 
@@ -96,6 +98,7 @@ class Plan:
     dp: int = described(1, ranks_along("dp"))
     tp: int = described(1, ranks_along("tp"))
     pp: int = described(1, ranks_along("pp"))
+    cp: int = described(1, ranks_along("cp"))
     dp_replicate: int = described(1, ranks_along("dp_replicate"))
     ep: int = described(1, Count(VIEWS["ep"].text, most=LARGEST_CLUSTER, varied=True))
     zero: int = described(
@@ -194,6 +197,21 @@ class Plan:
         return n
 
     @property
+    def shard_group(self) -> Group:
+        """The ranks between which FSDP shards weights: with context parallelism all of dp x cp."""
+        return shard_group(self.cp)
+
+    @property
+    def n_shards(self) -> int:
+        """The ranks between which FSDP shards weights."""
+        return self.dp * self.cp
+
+    @property
+    def local_seq_len(self) -> int:
+        """The tokens of each sequence that a context-parallel rank has."""
+        return self.seq_len // self.cp
+
+    @property
     def world_size(self) -> int:
         """All ranks."""
         n_ranks: int = self.mesh.n_ranks
@@ -262,7 +280,7 @@ class Plan:
         """The coordinates of `rank` on the mesh; the tensor axis is the innermost.
 
         >>> Plan(dp=2, tp=2, global_batch=2).place(3)
-        Rank(pp=0, dp_replicate=0, dp=1, tp=1)
+        Rank(pp=0, dp_replicate=0, dp=1, cp=0, tp=1)
         """
         found = self.mesh.place(rank)
         others = tuple([(axis, found.pop(axis)) for axis in list(found) if axis not in AXES.own])

@@ -36,7 +36,7 @@ StepPhase = Literal["forward", "backward", "optimizer"]
 """What a rank does at an instant of its step."""
 
 CollectiveKind = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "copy"
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send", "recv", "copy"
 ]
 
 

@@ -478,7 +478,8 @@ def _time(estimate: Estimate) -> str:
     counted = counted_in(estimate.plan.seq_len)
     total = f"Step {scaled(time.total_s, unit, 2)} {name}: {_rate(rate)} {counted}/s, "
     total += f"{_rate(each)} per GPU, MFU {estimate.mfu or 0.0:.1%}"
-    names = {"tp_s": "tp and ep"} if estimate.plan.ep > 1 else {}
+    divided = [axis for axis in estimate.plan.mesh.dividing if axis != "tp"]
+    names = {"tp_s": " and ".join(["tp", *divided])} if divided else {}
     shown = [(part, s) for part, s in time.parts.items() if s >= unit / 200]
     parts = [f"{names.get(part, part.removesuffix('_s'))} {scaled(s, unit, 2)}" for part, s in shown]
     return "\n".join(map(wrapped, (total, f"= {' + '.join(parts)}", estimate.time_model.label)))

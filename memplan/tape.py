@@ -92,7 +92,9 @@ class OpContext:
 
     `weight_dtype` is the type the operations see the weights in; `autocast` is the type that matrix products
     run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`; `ep`
-    ranks divide experts, which are units of FSDP2 of their own if it `shards_experts`.
+    ranks divide experts, which are units of FSDP2 of their own if it `shards_experts`; `cp` ranks divide each
+    sequence, of which the rank at this place among them has `seq_len` tokens, and hand keys and values around
+    as `cp_rotate_method` says.
     `remakes_dtensors`: weights are plain tensors from which DTensors are made in each pass, as by DDP:
     gradients get their weights' placements as soon as they are made. `cast_units`: the units of FSDP2,
     "block" or "block+ends", whose arguments are cast to the type of the weights. `loss_chunks`: pieces of the
@@ -105,6 +107,9 @@ class OpContext:
     weight_dtype: DType = FP32
     autocast: DType | None = None
     tp: int = 1
+    cp: int = 1
+    cp_rank: int = 0
+    cp_rotate_method: str = "allgather"
     ep: int = 1
     shards_experts: bool = False
     sequence_parallel: bool = False
@@ -119,7 +124,7 @@ class OpContext:
     @property
     def mesh(self) -> dict[str, int]:
         """The sizes of the mesh axes that operations divide tensors over."""
-        return with_several(tp=self.tp, ep=self.ep)
+        return with_several(tp=self.tp, cp=self.cp, ep=self.ep)
 
     @property
     def stream(self) -> Placement:

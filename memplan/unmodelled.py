@@ -30,10 +30,10 @@ class NotModelled(NamedTuple):
 
 ROWS: Final = (
     NotModelled(
-        "context parallelism",
-        "would divide each sequence over ranks, and with it all activations, and send keys and values around",
-        "use tp with sequence_parallel, or recompute='full'",
-        keywords="cp cp_size context_parallel context_parallel_size ring_attention ulysses",
+        "sequence parallelism by all-to-all (Ulysses)",
+        "would divide each sequence over ranks, and heads within attention, by all-to-alls before and after",
+        "use cp, which divides sequences by ring attention",
+        keywords="ulysses ulysses_size sp_size ulysses_sequence_parallel_size",
     ),
     NotModelled(
         "tensor parallelism of experts",
@@ -275,7 +275,7 @@ def not_modelled_list() -> Iterator[str]:
     """What is not modelled yet as lines of Markdown, each with the names that it is known by.
 
     >>> print(next(not_modelled_list()))  # doctest: +NORMALIZE_WHITESPACE, +ELLIPSIS
-    - **Context parallelism** (`--cp`, ...) would divide each sequence over ranks, ...
+    - **Sequence parallelism by all-to-all (Ulysses)** (`--ulysses`, ...) would divide each sequence ...
     """
     for row in ROWS:
         names = [f"--{name.replace('_', '-')}" for name in row.keywords.split()]

@@ -222,8 +222,8 @@ BAD = [
     ("distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR}", "dynamo_config=.* changes memory"),
     ("distributed_type: 'NO'\nmegatron_lm_config: {megatron_lm_tp_degree: 2}", "megatron_lm_config"),
     (
-        f"{OF_FSDP}\nparallelism_config: {{parallelism_config_cp_size: 2}}",
-        "parallelism_config_cp_size=2 is not planned",
+        f"{OF_FSDP}\nparallelism_config: {{parallelism_config_sp_size: 2}}",
+        "parallelism_config_sp_size=2 is not planned",
     ),
     (
         "distributed_type: 'NO'\nnum_procs: 2",

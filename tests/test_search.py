@@ -200,7 +200,7 @@ def test_no_plan_is_left_out_or_there_twice():
                 continue
             if zero == 1 and rep * dp == 1:
                 continue
-            chosen = dp, rep, tp, pp, v, 1, zero, sp, mb, recompute, None, schedule, offload
+            chosen = dp, rep, 1, tp, pp, v, 1, zero, sp, mb, recompute, None, schedule, offload
             values: dict[str, Any] = dict(zip(VARIED, chosen, strict=True))
             try:
                 check_plan(LLAMA, replace(space.base, **values))

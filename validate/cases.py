@@ -14,7 +14,7 @@ from memplan.engines.options import not_usual, plan_dict, plan_of, said_by
 from memplan.errors import InvalidValue, MemplanError, PlanRefused, unknown_name
 from memplan.files import of_file, xz_text
 from memplan.hardware import gpu
-from memplan.mesh import with_several
+from memplan.mesh import DIVIDING, with_several
 from memplan.models import Decoder, Model, resolve
 from memplan.models.families import FAMILIES as FAMILIES_OF_MODELS
 from memplan.models.families import implemented
@@ -199,7 +199,7 @@ class Case:
             plan["alloc_conf"] = conf
         asked = plan_of(**plan)
         if family == TracedModel.family:
-            return Case(model=shipped_trace(model["name"], asked.tp, asked.ep), plan=asked, **known)
+            return Case(model=shipped_trace(model["name"], asked.tp, asked.ep, asked.cp), plan=asked, **known)
         return Case(model=FAMILIES[family](**model), plan=asked, **known)
 
 
@@ -304,11 +304,12 @@ DIVIDED: Final = TRACES / "divided"
 
 
 class Divided(NamedTuple):
-    """A module's name, and the tensor- and expert-parallel ranks that it is divided over."""
+    """A module's name, and the ranks that it is divided over."""
 
     name: str
     tp: int = 1
     ep: int = 1
+    cp: int = 1
 
     def __str__(self) -> str:
         """The name of its trace.
@@ -321,18 +322,19 @@ class Divided(NamedTuple):
     @property
     def mesh(self) -> dict[str, int]:
         """The axes with several ranks."""
-        return with_several(tp=self.tp, ep=self.ep)
+        return with_several(tp=self.tp, cp=self.cp, ep=self.ep)
 
 
 def divided_named(text: str) -> Divided:
     """What the name of a trace says.
 
     >>> divided_named("qwen2.5-7b.tp2")
-    Divided(name='qwen2.5-7b', tp=2, ep=1)
+    Divided(name='qwen2.5-7b', tp=2, ep=1, cp=1)
     """
-    parts = re.fullmatch(r"(?P<name>.*?)(\.tp(?P<tp>\d+))?(\.ep(?P<ep>\d+))?", text)
+    degrees = "".join(rf"(\.{axis}(?P<{axis}>\d+))?" for axis in DIVIDING)
+    parts = re.fullmatch(rf"(?P<name>.*?){degrees}", text)
     assert parts is not None
-    return Divided(parts["name"], int(parts["tp"] or 1), int(parts["ep"] or 1))
+    return Divided(parts["name"], **{axis: int(parts[axis] or 1) for axis in DIVIDING})
 
 
 def divided_traces() -> dict[Divided, Path]:
@@ -351,7 +353,7 @@ def trace_file(name: str) -> str:
 
 
 @cache
-def shipped_trace(name: str, tp: int = 1, ep: int = 1) -> TracedModel:
+def shipped_trace(name: str, tp: int = 1, ep: int = 1, cp: int = 1) -> TracedModel:
     """The trace of one of other people's modules over these ranks, which comes with the project.
 
     Raises:
@@ -359,7 +361,7 @@ def shipped_trace(name: str, tp: int = 1, ep: int = 1) -> TracedModel:
         InvalidValue: its file is no trace.
     """
     packed = architecture_traces()
-    asked = Divided(name, tp, ep)
+    asked = Divided(name, tp, ep, cp)
     if asked.mesh:
         divided = divided_traces()
         if asked not in divided:

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memplan.tracing.collectives import is_permutation
+
 COUNTED: dict[str, tuple[str, str]] = {
     "c10d::allreduce_": ("all_reduce", "tensors"),
     "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
@@ -91,6 +93,8 @@ class CollectiveCounter(TorchDispatchMode):
         if name not in COUNTED:
             raise NotImplementedError(f"no rule counts the collective {name}")
         kind, operand = COUNTED[name]
+        if kind == "all_to_all" and is_permutation(arguments.get("input_split_sizes", ())):
+            kind = "permute"
         key = kind, self._axis_of_group[_group_name(arguments)]
         self._calls[key] += 1
         self._payload_bytes[key] += _n_bytes(arguments[operand])

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from memplan.estimate import StageEstimate, rank_estimate
-from memplan.mesh import RESTS, WORLD, Group, Mesh
+from memplan.mesh import RESTS, WORLD, Group, Mesh, shard_group
 from validate.cases import Case, check_case
 from validate.collectives import Collective
 
@@ -38,9 +38,13 @@ def axis_of(mesh: Mesh, group: Group) -> Group:
     >>> axis_of(Mesh({"dp": 4, "ep": 4}), "dp"), axis_of(Mesh({"dp": 4, "tp": 2, "ep": 4}), "dp")
     ('ep', 'dp')
     """
-    if mesh.size(group) < mesh.n_ranks or not any(n > 1 for n in mesh.views.values()):
+    if mesh.size(group) < mesh.n_ranks or not (
+        mesh.sizes["cp"] > 1 or any(n > 1 for n in mesh.views.values())
+    ):
         return group
-    return [one for one in (WORLD, *mesh.sizes, *RESTS, *mesh.views) if mesh.size(one) == mesh.n_ranks][-1]
+    flat = shard_group(mesh.sizes["cp"])
+    names = WORLD, *mesh.sizes, *RESTS, *mesh.views, flat
+    return [one for one in names if mesh.size(one) == mesh.n_ranks][-1]
 
 
 def prediction(case: Case, rank: int) -> Prediction:

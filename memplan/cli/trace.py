@@ -9,7 +9,7 @@ from memplan.cli.flags import blocks_option, choice_option, count_option
 from memplan.cli.own_module import model_of
 from memplan.cli.program import Refused, one_line
 from memplan.device import DeviceType
-from memplan.mesh import degrees_text, with_several
+from memplan.mesh import DIVIDING, degrees_text, with_several
 from memplan.models import TracedModel, resolve
 from memplan.text_tables import printable
 
@@ -20,18 +20,15 @@ from memplan.text_tables import printable
 @choice_option("--device", get_args(DeviceType), "cuda", "Whose kernels; neither needs a GPU.")
 @blocks_option()
 @count_option("--tp", "Tensor-parallel ranks that a module of transformers is divided over; left out: none.")
+@count_option("--cp", "Context-parallel ranks that divide its sequences; left out: none.")
 @count_option("--ep", "Expert-parallel ranks that its experts are divided over; left out: none.")
-def command(
-    model: str, out: str, device: DeviceType, blocks: str | None, tp: int | None, ep: int | None
-) -> None:
+def command(model: str, out: str, device: DeviceType, blocks: str | None, **degrees: int | None) -> None:
     """Traces a torch module; what is written is a MODEL of the other commands, without torch.
 
     MODEL is package.module:factory, a function as of `memplan estimate`, or a config.json that is traced.
     """
-    asked = {"tp": tp, "ep": ep}
-    mesh = with_several(
-        **{n: checked_count(n, k, most=LARGEST_CLUSTER) for n, k in asked.items() if k is not None}
-    )
+    asked = {axis: n for axis in DIVIDING if (n := degrees[axis]) is not None}
+    mesh = with_several(**{axis: checked_count(axis, n, most=LARGEST_CLUSTER) for axis, n in asked.items()})
     traced = resolve(model_of(model, blocks), device=device, mesh=mesh)
     if not isinstance(traced, TracedModel):
         raise Refused(

@@ -266,7 +266,7 @@ def ring_bytes(kind: CollectiveKind, payload_bytes: int, n_ranks: int) -> int:
 
     all-reduce 2 (n-1)/n of the payload, all-gather and reduce-scatter (n-1)/n of the full tensor, all-to-all
     (n-1)/n of the tensor, of which a rank keeps its own part, a broadcast (n-1)/n on average over the ranks,
-    point to point and copies all of it, a receive nothing.
+    a permutation, point to point and copies all of it, a receive nothing.
 
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
 
@@ -281,7 +281,7 @@ def ring_bytes(kind: CollectiveKind, payload_bytes: int, n_ranks: int) -> int:
             return 2 * payload_bytes * (n_ranks - 1) // n_ranks
         case "all_gather" | "reduce_scatter" | "broadcast" | "all_to_all":
             return payload_bytes * (n_ranks - 1) // n_ranks
-        case "send" | "copy":
+        case "permute" | "send" | "copy":
             return payload_bytes
         case "recv":
             return 0

@@ -33,6 +33,7 @@ class EngineOptions(TypedDict, total=False):
     backward_prefetch: Literal["pre", "post", "none"]
     forward_prefetch: bool
     no_sync: bool
+    cp_rotate_method: Literal["allgather", "alltoall"]
     optimizer_impl: Literal["default", "for-loop", "foreach", "fused"]
     set_to_none: bool
     gradient_as_bucket_view: bool

@@ -165,6 +165,8 @@ def _recording_of(model: TracedModel, context: OpContext, recompute: Recompute) 
         batch=context.micro_batch,
         seq_len=context.seq_len,
         units=context.cast_units,
+        cp_rank=context.cp_rank,
+        rotate=context.cp_rotate_method,
     )
 
 

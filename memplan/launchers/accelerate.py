@@ -26,7 +26,9 @@ MIXED: Final = {
 READ_MIXED: Final = {"no": "fp32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 """The precision of each of Accelerate's words; "no" with a model in bfloat16 is "bf16"."""
 
-SIZES: Final = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp", "tp_size": "tp"}
+SIZES: Final = {
+    "dp_replicate_size": "dp_replicate", "dp_shard_size": "dp", "cp_size": "cp", "tp_size": "tp",
+}  # fmt: skip
 """Keys of `parallelism_config`, without their prefix, and the mesh axes that they are."""
 
 HARMLESS: Final = frozenset({
@@ -156,9 +158,11 @@ class Accelerate(Launcher):
         if plan.fsdp:
             lines += ["fsdp_config:"]
             lines += [f"  fsdp_{name}: {value}" for name, value in _of_fsdp(plan).items()]
-        if plan.dp_replicate > 1:
+        if plan.dp_replicate > 1 or plan.cp > 1:
             lines += ["parallelism_config:"]
             sizes = {key: getattr(plan, axis) for key, axis in SIZES.items()}
+            if plan.cp > 1:
+                sizes |= {"cp_comm_strategy": plan_dict(plan)["cp_rotate_method"]}
             lines += [f"  parallelism_config_{key}: {size}" for key, size in sizes.items()]
         return "\n".join([*lines, ""])
 
@@ -425,14 +429,16 @@ def _read_mesh(values: Mapping[str, Any], sizes: dict[str, Any], kind: str) -> d
             raise InvalidValue("parallelism_config needs distributed_type FSDP; remove it, or use FSDP.")
         return {"dp": n}
     for key, value in sizes.items():
-        if key in ("cp_size", "sp_size") and value not in (None, 1):
+        if key == "sp_size" and value not in (None, 1):
             raise InvalidValue(f"parallelism_config_{key}={shown_value(value)} is not planned; use 1.")
         if key not in (*SIZES, "cp_size", "sp_size", "cp_backend", "sp_backend", "cp_comm_strategy"):
             raise unknown_name("setting of parallelism_config", key, SIZES)
     given = {
         axis: checked_count(key, sizes[key]) for key, axis in SIZES.items() if sizes.get(key) is not None
     }
-    others = given.get("dp_replicate", 1) * given.get("tp", 1)
+    others = given.get("dp_replicate", 1) * given.get("cp", 1) * given.get("tp", 1)
     if n % others or given.get("dp", n // others) * others != n:
         raise InvalidValue(f"parallelism_config's sizes are not num_processes={n}; make their product {n}.")
+    if given.get("cp", 1) > 1 and "cp_comm_strategy" in sizes:
+        given |= {"cp_rotate_method": sizes["cp_comm_strategy"]}
     return {**given, "dp": n // others}

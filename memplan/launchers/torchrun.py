@@ -92,6 +92,8 @@ class Torchrun(Launcher):
         elif model.implementation == "huggingface" and plan.pp > 1 and model.longest_seq_len is not None:
             again = "would add its learned positions again, as transformers does in each call"
             yield Limit(f"pp={plan.pp}: each stage of {model.name} {again}", {"pp": 1})
+        if plan.cp > 1:
+            yield Limit(f"cp={plan.cp}: the script divides no sequences, Accelerate does", {"cp": 1})
         if plan.clip_grad_norm is not None and plan.tp > 1 and plan.ddp:
             hides = "under DistributedDataParallel, which hides how gradients are divided"
             yield Limit(f"clip_grad_norm={plan.clip_grad_norm:g} with tp={plan.tp} {hides}", {"zero": 2})

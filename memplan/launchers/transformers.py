@@ -46,6 +46,8 @@ class Transformers(Launcher):
             yield Limit(f"bucket_cap_bytes={cap}: {WHO} takes whole MiB", f"use a multiple of {MiB}")
         if not options["set_to_none"]:
             yield Limit(f"set_to_none=False: {WHO} frees gradients", {"set_to_none": True})
+        if plan.cp > 1:
+            yield Limit(f"cp={plan.cp}: {WHO} has no argument for a mesh, Accelerate has", {"cp": 1})
         if plan.dp_replicate > 1:
             why = f"dp_replicate={plan.dp_replicate}: {WHO} has no argument for a mesh, Accelerate has"
             yield Limit(why, {"dp_replicate": 1})

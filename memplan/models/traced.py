@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, ClassVar, Final, Literal, NamedTuple, cast, final, get_args
 
 from memplan import shapes
@@ -76,6 +76,9 @@ RECOMPUTES: Final = ("none", "full")
 
 UNITS: Final = ("", "block", "block+ends")
 """The units of FSDP2 beside its root that are traced; "" for none."""
+
+ROTATES: Final = ("allgather", "alltoall")
+"""How `context_parallel` hands keys and values around: the two rotations that are traced."""
 
 PARTS: Final = (
     "inputs", "embed", "entry", "block", "head", "loss",
@@ -205,7 +208,8 @@ class Variant(NamedTuple):
     recomputed, whether the batch was of one sample, where kernels and views may differ, and how the `units`
     of FSDP2 beside its root change that ("": not at all). A unit casts floats that it is called with to the
     weights' type ("block"); outside a unit its weights are float32 ("block+ends"). These are only recorded
-    where something else happens.
+    where something else happens. `rotate`: how ring attention hands keys and values around ("": there is no
+    ring); `cp_rank`: the place of the recorded rank in the ring.
     """
 
     weights: str
@@ -213,6 +217,8 @@ class Variant(NamedTuple):
     recompute: str
     alone: bool
     units: str = ""
+    rotate: str = ""
+    cp_rank: int = 0
 
 
 class Cut(NamedTuple):
@@ -469,13 +475,18 @@ class TracedModel(Model):
         batch: int,
         seq_len: int,
         units: str = "",
+        cp_rank: int = 0,
+        rotate: str = "",
     ) -> Recording:
-        """The recording of a micro-batch under these units of FSDP2.
+        """The recording of a micro-batch under these units of FSDP2, `seq_len` tokens on a rank.
+
+        Of context-parallel ranks the one at this place, or the first if that was not recorded.
 
         Raises:
             MissingRule: it was not recorded so, or not for these sizes.
         """
-        if self.limits is not None and self.limits not in ((batch, seq_len), (0, seq_len)):
+        whole = seq_len * self.mesh.get("cp", 1)
+        if self.limits is not None and self.limits not in ((batch, whole), (0, whole)):
             size, length = self.limits
             samples = f"a micro-batch of {size} and " if size else ""
             raise MissingRule(
@@ -488,9 +499,9 @@ class TracedModel(Model):
                 f"seq_len={seq_len}: the inputs of {self.name} have no sequence; use seq_len=1.",
                 kind="a traced model that has no sequence",
             )
-        asked = Variant(weights, autocast, recompute, batch == 1)
-        for known in reversed(UNITS[: UNITS.index(units) + 1]):
-            if (variant := asked._replace(units=known)) in self.recordings:
+        asked = Variant(weights, autocast, recompute, batch == 1, rotate=rotate if "cp" in self.mesh else "")
+        for place, known in product((cp_rank, 0), reversed(UNITS[: UNITS.index(units) + 1])):
+            if (variant := asked._replace(units=known, cp_rank=place)) in self.recordings:
                 return self.recordings[variant]
         others = sorted({_variant_text(variant) for variant in self.recordings})
         raise MissingRule(
@@ -572,7 +583,8 @@ def _is_within(path: str, other: str) -> bool:
 def _variant_text(variant: Variant) -> str:
     autocast = f", autocast to {variant.autocast}" if variant.autocast else ""
     samples = "one sample" if variant.alone else "several samples"
-    return f"{samples}, weights in {variant.weights}{autocast}, recompute={variant.recompute!r}"
+    rotate = f", {variant.rotate}" if variant.rotate else ""
+    return f"{samples}, weights in {variant.weights}{autocast}, recompute={variant.recompute!r}{rotate}"
 
 
 # --- As JSON ---
@@ -671,8 +683,15 @@ TENSORS: Final = (
 
 
 def _plain_variant(variant: Variant) -> list[Any]:
-    """Its values; without the last one where that is its default."""
-    return [*variant] if variant.units else [*variant[:-1]]
+    """Its values; without the last ones where these are their defaults."""
+    values, usual = [*variant], [*Variant("", "", "", alone=False)]
+    while values[-1] == usual[len(values) - 1] and len(values) > N_ALWAYS:
+        values.pop()
+    return values
+
+
+N_ALWAYS: Final = 4
+"""The values of a variant that are always written."""
 
 
 def _plain_size(size: Size) -> Any:
@@ -946,13 +965,19 @@ def _tensor(value: Any, what: str, frozen: set[str], mesh: Mapping[Group, int]) 
 
 
 def _variant(value: list[Any]) -> Variant:
-    run = [*value, ""] if len(value) == 4 else value
-    weights, autocast, recompute, alone, units = _items(run, "run", str, str, str, bool, str)
+    run = [*value, *Variant("", "", "", alone=False)[len(value) :]]
+    weights, autocast, recompute, alone, units, rotate, cp_rank = _items(
+        run, "run", str, str, str, bool, str, str, int
+    )
     _dtype(weights)
     if autocast:
         _dtype(autocast)
     checked_choice("recompute", recompute, RECOMPUTES)
-    return Variant(weights, autocast, recompute, alone, checked_choice("units", units, UNITS))
+    checked_choice("units", units, UNITS)
+    checked_choice("rotate", rotate, ("", *ROTATES))
+    return Variant(
+        weights, autocast, recompute, alone, units, rotate, checked_count("cp_rank", cp_rank, least=0)
+    )
 
 
 def _convolution(value: Any) -> TracedEvent:

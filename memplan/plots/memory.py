@@ -47,6 +47,7 @@ AXIS_LABELS: Final = {
     "tp": "tp (tensor-parallel ranks)",
     "pp": "pp (pipeline stages)",
     "dp_replicate": "dp_replicate (replicas of the dp ranks)",
+    "cp": "cp (context-parallel ranks)",
     "ep": "ep (expert-parallel ranks)",
 }
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from memplan.device import Device
 from memplan.engines.base import ENGINES, Costs, DataParallelism, PartCosts
 from memplan.hardware import Cluster
-from memplan.mesh import Group, with_several
+from memplan.mesh import DIVIDING, Group, with_several
 from memplan.models import Layers, Model, divided
 from memplan.orders import Stages
 from memplan.plan import N_MOMENTS, RECOMPUTES, Plan, stage_layers
@@ -220,7 +220,7 @@ class _Plans:
             sequence_parallel=bool(columns["sequence_parallel"][0, 0]),
             recompute=recompute, offload=False, layers_per_stage=None,
         )  # fmt: skip
-        axes = ("tp", "ep", *ENGINES.named(base.engine).other_axes)
+        axes = (*DIVIDING, *ENGINES.named(base.engine).other_axes)
         parts, self._part = _numbered(*[columns[axis] for axis in axes])
         degrees = [dict(zip(axes, each, strict=True)) for each in parts]
         self._costs = [_traced(model, unchecked(traced, **each), device) for each in degrees]
@@ -301,14 +301,15 @@ def bounds(model: Model, grid: Grid, cluster: Cluster, time_model: Roofline) -> 
 
 
 def _by_division(model: Model, grid: Grid, device: Device) -> Iterator[tuple[Model, NDArray[np.bool_]]]:
-    """For each pair of degrees, tp and ep: the model divided by them, and a mask of the cells with them."""
-    tps, eps = grid.cells["tp"], grid.cells["ep"]
+    """For each mesh that divides the model: the model so divided, and a mask of the cells with it."""
+    degrees = np.stack([grid.cells[axis] for axis in DIVIDING])
     if model.divides_itself:
-        yield model, np.ones(tps.shape, np.bool_)
+        yield model, np.ones(degrees.shape[1:], np.bool_)
         return
-    for tp, ep in np.unique(np.stack([tps, eps]), axis=1).T.tolist():
-        own = divided(model, with_several(tp=tp, ep=ep), device.type, grid.base.precision)
-        yield own, (tps == tp) & (eps == ep)
+    for each in np.unique(degrees, axis=1).T:
+        mesh = with_several(**dict(zip(DIVIDING, each.tolist(), strict=True)))
+        own = divided(model, mesh, device.type, grid.base.precision)
+        yield own, (degrees == each[:, None]).all(axis=0)
 
 
 def _numbered(*columns: Column) -> tuple[list[tuple[int, ...]], Column]:
@@ -374,7 +375,7 @@ def _sent(plans: _Plans, data: DataParallelism) -> dict[Overlap, Any]:
 def _has_rates(plans: _Plans, cluster: Cluster) -> NDArray[np.bool_]:
     """Whether each cell's rates are known, as `Roofline.missing` says of one plan."""
     known = np.ones(plans.m.shape, np.bool_)
-    one = unchecked(plans.base, dp=1, dp_replicate=1, tp=1, pp=1, ep=1, offload=False)
+    one = unchecked(plans.base, dp=1, dp_replicate=1, tp=1, pp=1, cp=1, ep=1, offload=False)
     if plans.offload or Roofline().missing(one, cluster):
         return ~known
     links = cluster.intra_node.bytes_per_s, cluster.inter_node.bytes_per_s

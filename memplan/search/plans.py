@@ -16,7 +16,7 @@ Column = NDArray[np.int64]
 NO_LIMIT: Final = -1
 """Stands for None in the column of `recompute_blocks`."""
 
-FIRST: Final = ("dp", "dp_replicate", "tp", "pp", "virtual_stages")
+FIRST: Final = ("dp", "dp_replicate", "cp", "tp", "pp", "virtual_stages")
 """The fields that stand first in tables of plans: how the ranks are divided."""
 
 VARIED: Final = (*FIRST, *(name for name, field in FIELDS.items() if field.varied and name not in FIRST))
@@ -37,7 +37,7 @@ class Grid:
     A figure of all plans is an array of `shape`; a plan's place is its index in the flattened array.
 
     A grid's plans have `recompute`, `offload` and `sequence_parallel` in common. Either all have one
-    data-parallel rank, or all several; either all use FSDP2 (ZeRO 2 and 3), or none does.
+    data-parallel rank (dp x cp), or all several; either all use FSDP2 (ZeRO 2 and 3), or none does.
     """
 
     base: Plan

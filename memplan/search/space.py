@@ -14,7 +14,7 @@ from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.checks import check_plan
 from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
-from memplan.mesh import VIEWS, Mesh, axis_names, degrees_text, with_several
+from memplan.mesh import AXES, DIVIDING, VIEWS, Mesh, axis_names, degrees_text, with_several
 from memplan.models import Model, divided
 from memplan.plan import RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
@@ -111,6 +111,7 @@ class Space:
     def _meshes(self, tps: Sequence[int]) -> Iterator[Mesh]:
         every = divisors(self.n_gpus)
         others = {axis: self.of(axis, every) for axis in ENGINES.named(self.base.engine).other_axes}
+        others["cp"] = self.of("cp", (1,))
         for sizes in product(self.of("pp", every), *others.values(), tps):
             replicas, rest = divmod(self.n_gpus, prod(sizes))
             if rest:
@@ -142,26 +143,25 @@ class Space:
         return every if self.node is None else tuple([tp for tp in every if self.node % tp == 0])
 
     @cached_property
-    def undivided(self) -> Mapping[tuple[int, int], str]:
-        """The degrees (tp, ep) that the model's own framework has no plan for, and why."""
+    def undivided(self) -> Mapping[tuple[int, ...], str]:
+        """The degrees (of `DIVIDING`) that the model's own framework has no plan for, and why."""
         if self.model.divides_itself:
             return {}
         sizes, found = self.model.sizes_over_tp.values(), {}
-        asked = dict.fromkeys(map(_divided_by, self._meshes(self._within_node())))
-        for tp, ep in asked:
-            if not any(size % tp for size in sizes):
+        meshes = {_divided_by(mesh): mesh for mesh in self._meshes(self._within_node())}
+        for degrees, mesh in meshes.items():
+            if not any(size % mesh.sizes["tp"] for size in sizes):
                 try:
-                    divided(self.model, with_several(tp=tp, ep=ep), self.device, self.base.precision)
+                    divided(self.model, mesh.dividing, self.device, self.base.precision)
                 except MemplanError as error:
-                    found[tp, ep] = str(error)
+                    found[degrees] = str(error)
         return found
 
     def left_out(self) -> Iterator[str]:
         """Sentences about values that were asked for and are left out."""
         if self.undivided:
-            degrees = [
-                degrees_text(with_several(tp=tp, ep=ep) or {"tp": 1}) for tp, ep in sorted(self.undivided)
-            ]
+            each = [with_several(**dict(zip(DIVIDING, one, strict=True))) for one in sorted(self.undivided)]
+            degrees = [degrees_text(one or {"tp": 1}) for one in each]
             yield f"{_either(degrees)} is left out: {next(iter(self.undivided.values()))}"
         across = sorted({*self.ranges.get("tp", ())} - {*self._within_node()})
         across = [tp for tp in across if self.n_gpus % tp == 0]
@@ -192,7 +192,7 @@ class Space:
         """Whether a mesh differs from others: `dp_replicate` needs several shards and ZeRO 2 or 3."""
         if mesh.sizes["dp_replicate"] == 1 or "dp_replicate" in self.ranges:
             return True
-        return bool(mesh.sizes["dp"] > 1) and max(self.of("zero", (3,))) >= 2
+        return _are_several(mesh.sizes) and max(self.of("zero", (3,))) >= 2
 
     def micro_batches(self, n_replicas: int) -> tuple[int, ...]:
         """The micro-batches that divide a replica's sequences; if none does, the first one asked for."""
@@ -251,7 +251,7 @@ GRID_FIELDS: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class _Cells(NamedTuple):
-    """The pairs of a mesh and a micro-batch: indices of the mesh, its `tp` and `ep`, its `data`, and `m`."""
+    """The pairs of a mesh and a micro-batch: indices of the mesh, its degrees (`tp`), its `data`, and `m`."""
 
     mesh: Column
     micro_batch: Column
@@ -277,23 +277,22 @@ class _Pipelines:
         self.values: dict[str, tuple[Any, ...]] = {"zero": space.of("zero", (0, 1, 2, 3)), **blocks}
         self.structures = (len(self.schedules), *map(len, self.values.values()))
         self.n_structures = prod(self.structures)
-        names = "pp", "dp_replicate", "dp", "tp", *ENGINES.named(space.base.engine).other_axes
-        self.sizes = {axis: np.array([mesh.sizes[axis] for mesh in meshes]) for axis in names}
-        """For each axis the ranks along it on each mesh."""
-        self.sizes["ep"] = np.array([mesh.views["ep"] for mesh in meshes])
-        self.tps = list(dict.fromkeys(map(_divided_by, meshes)))
-        """The degrees (tp, ep) that divide the model."""
+        names = *AXES.own, *VIEWS, *ENGINES.named(space.base.engine).other_axes
+        self.sizes = {axis: np.array([mesh.size(axis) for mesh in meshes]) for axis in names}
+        """For each axis and view the ranks along it on each mesh."""
+        self.degrees = list(dict.fromkeys(map(_divided_by, meshes)))
+        """The degrees that divide the model."""
         self.data = list(dict.fromkeys(map(_data, meshes)))
         self.there = self._there()
         each = [self._micro_batches(mesh) for mesh in meshes]
         ms = sorted({m for found in each for _, m in found})
         refused_by = rules.refused_by(self.pp, self._axes(), ms)
-        shape = (*self.structures[1:], len(self.tps), len(self.data), len(self.schedules))
+        shape = (*self.structures[1:], len(self.degrees), len(self.data), len(self.schedules))
         self.always = np.broadcast_to(refused_by.always, shape)
         self.at = np.broadcast_to(refused_by.at, (*shape, max(1, len(ms))))
         self.strays = self._strays(rules, [not found for found in each])
         found = [
-            (i, n, self.tps.index(_divided_by(mesh)), self.data.index(_data(mesh)), m, n == each[i][0][0])
+            (i, n, self.degrees.index(_divided_by(mesh)), self.data.index(_data(mesh)), m, n == each[i][0][0])
             for i, mesh in enumerate(meshes)
             if i not in self.strays
             for n, m in each[i]
@@ -314,7 +313,7 @@ class _Pipelines:
         return [
             *others,
             [{**one, "recompute_blocks": blocks.get(one["recompute"])} for one in recomputes],
-            [{"tp": tp, "ep": ep} for tp, ep in self.tps],
+            [dict(zip(DIVIDING, degrees, strict=True)) for degrees in self.degrees],
             [dict(each) for each in self.data],
             [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
         ]
@@ -323,12 +322,12 @@ class _Pipelines:
         """Whether a combination is tried, on the axes (zero, offload, sequence_parallel, tp, data)."""
         of, no, yes_or_no = self.space.of, (False,), (False, True)
         zeros, offload, split, _ = self.values.values()
-        axes = zeros, offload, split, self.tps, self.data
+        axes = zeros, offload, split, self.degrees, self.data
         found = [
-            zero in of("zero", _zeros(dict(data)))
+            zero in of("zero", _zeros(_sizes(degrees, data)))
             and offloaded in of("offload", yes_or_no if zero >= 2 else no)
-            and divided in of("sequence_parallel", yes_or_no if tp > 1 else no)
-            for zero, offloaded, divided, (tp, _), data in product(*axes)
+            and divided in of("sequence_parallel", yes_or_no if _sizes(degrees, data)["tp"] > 1 else no)
+            for zero, offloaded, divided, degrees, data in product(*axes)
         ]
         return np.array(found).reshape([len(axis) for axis in axes])
 
@@ -338,7 +337,7 @@ class _Pipelines:
         can_run = (runs & self.there).any(axis=(0, 1, 2))
         found = {}
         for i, mesh in enumerate(self.meshes):
-            tp, data = self.tps.index(_divided_by(mesh)), self.data.index(_data(mesh))
+            tp, data = self.degrees.index(_divided_by(mesh)), self.data.index(_data(mesh))
             first = int(self.there[..., tp, data].argmax()) * self.structures[-1]
             if undivided[i]:
                 values = (
@@ -365,7 +364,7 @@ class _Pipelines:
         found = [
             (0, i, self.space.micro_batches(self.meshes[i].n_replicas)[0], rule)
             for i, (first, rule) in self.strays.items()
-            if first == structure and (self.meshes[i].sizes["dp"] > 1) == several
+            if first == structure and _are_several(self.meshes[i].sizes) == several
         ]
         if found:
             yield self._ruled(
@@ -374,7 +373,8 @@ class _Pipelines:
 
     def _running_grids(self, place: tuple[int, ...], several: bool) -> Iterator[Ruled]:
         """The other meshes, with the schedules whose stages are recomputed by the same numbers of blocks."""
-        there = self.there[place[:-1]] & np.array([(dict(each)["dp"] > 1) == several for each in self.data])
+        uses = [_are_several(_sizes(*both)) == several for both in product(self.degrees, self.data)]
+        there = self.there[place[:-1]] & np.reshape(uses, (len(self.degrees), len(self.data)))
         chosen = there[self.cells.tp, self.cells.data]
         if not chosen.any():
             return
@@ -419,7 +419,7 @@ def _joined(parts: Iterable[Ruled], most: int) -> Iterator[Ruled]:
     n_cells = 0
     for part in parts:
         grid = part.grid
-        several = bool(grid.cells["dp"][0] > 1)
+        several = _are_several({axis: int(grid.cells[axis][0]) for axis in ("dp", "cp")})
         kinds.setdefault((several, grid.recompute_blocks.tobytes()), []).append(part)
         n_cells += len(part.rule)
         if n_cells >= most:
@@ -434,18 +434,28 @@ def _either(values: Iterable[Any]) -> str:
 
 def _data(mesh: Mesh) -> tuple[tuple[str, int], ...]:
     """The ranks along the axes that are not rules' own axes, by name: dp, dp_replicate, other packages'."""
-    return tuple([(axis, n) for axis, n in mesh.sizes.items() if axis not in ("pp", "tp")])
+    return tuple([(axis, n) for axis, n in mesh.sizes.items() if axis not in ("pp", *DIVIDING)])
 
 
-def _divided_by(mesh: Mesh) -> tuple[int, int]:
-    """The degrees over which a mesh divides the model: tp, ep."""
-    return mesh.sizes["tp"], mesh.views["ep"]
+def _divided_by(mesh: Mesh) -> tuple[int, ...]:
+    """The degrees over which a mesh divides the model, of `DIVIDING`."""
+    return tuple([mesh.size(axis) for axis in DIVIDING])
+
+
+def _sizes(degrees: Sequence[int], data: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The ranks along the axes of `_divided_by` and of `_data`, by name."""
+    return dict(zip(DIVIDING, degrees, strict=True)) | dict(data)
+
+
+def _are_several(sizes: Mapping[str, int]) -> bool:
+    """Whether there are several ranks between which data parallelism shards."""
+    return sizes["dp"] * sizes["cp"] > 1
 
 
 def _zeros(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    if sizes["dp_replicate"] > 1:
+    if sizes["dp_replicate"] > 1 or sizes["cp"] > 1:
         return (2, 3)
-    return (0, 1, 2, 3) if sizes["dp"] > 1 else (0,)
+    return (0, 1, 2, 3) if _are_several(sizes) else (0,)
 
 
 def refusal(model: Model, base: Plan, values: Mapping[str, Any]) -> MemplanError | None:

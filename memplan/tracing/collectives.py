@@ -65,6 +65,14 @@ def finished(func: Any, args: Sequence[Any]) -> Any:
     return work if func is IN_PLACE.alltoall_base_.default else (args[0], work)
 
 
+def is_permutation(splits: Sequence[int]) -> bool:
+    """Whether an all-to-all with parts of these sizes sends a rank's whole tensor to one other rank.
+
+    Source: `torch.distributed._functional_collectives:permute_tensor`.
+    """
+    return sum(1 for n in splits if n) == 1 < len(splits)
+
+
 def sent(func: Any, args: Sequence[Any], results: Sequence[Tensor], axes: Mapping[str, Group]) -> Sent | None:
     """What an operation sends; None if it is no collective. `axes`: by the name of the process group.
 
@@ -87,4 +95,6 @@ def sent(func: Any, args: Sequence[Any], results: Sequence[Tensor], axes: Mappin
             kind="a traced module with a collective over no axis of the mesh",
         )
     (full, *_) = tensors(results if operand is None else args[operand])
+    if kind == "all_to_all" and is_permutation(args[2]):
+        kind = "permute"
     return Sent(kind, axes[name], tuple(full.shape), dtype_name(full.dtype))

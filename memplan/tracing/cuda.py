@@ -266,7 +266,7 @@ def _rms_norm(
     return cast(Tensor, ATEN._fused_rms_norm(x, normalized_shape, weight, eps)[0])
 
 
-def _attention(
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -324,7 +324,7 @@ MOVES: Final = ("to.device", "to.dtype_layout")
 """Operations that may move a tensor from the host to the GPU."""
 
 CHOICES: Final[Mapping[str, Callable[..., Any]]] = {
-    "scaled_dot_product_attention": _attention,
+    "scaled_dot_product_attention": attention,
     "dropout": _dropout,
     "batch_norm": _batch_norm,
     "lstm_cell": _lstm_cell,

@@ -1,7 +1,7 @@
 """A module as one rank of a mesh has it: divided by its own framework's code, over ranks that are played."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from memplan.errors import InvalidValue, MemplanError, reason
-from memplan.mesh import Group, degrees_text
+from memplan.errors import InvalidValue, MemplanError, MissingRule, reason
+from memplan.mesh import DIVIDING, Group, degrees_text
 from memplan.models.traced import Placed
 from memplan.placements import Partial, Placement, Replicate, Shard
 
 Ranks = DeviceMesh | dict[str, DeviceMesh]
-"""The ranks over which a module is divided: a mesh; with the view "ep" among its axes, one for each axis."""
+"""The ranks over which a module is divided: one mesh; with the view "ep", one for each axis, by its name."""
 
 Parallelize = Callable[[nn.Module, Any], Any]
 """Divides a module over `Ranks`, in place or into another one, which it returns."""
@@ -30,16 +31,20 @@ Parallelize = Callable[[nn.Module, Any], Any]
 
 @contextmanager
 def divided(
-    module: nn.Module, mesh: Mapping[str, int], parallelize: Parallelize, device: torch.device
-) -> Iterator[tuple[nn.Module, Mapping[str, Group]]]:
-    """A copy of the module as the mesh's first rank has it, and the mesh's axes by the names of their groups.
+    module: nn.Module,
+    mesh: Mapping[str, int],
+    parallelize: Parallelize,
+    device: torch.device,
+    cp_rank: int = 0,
+) -> Iterator[tuple[nn.Module, Ranks]]:
+    """A copy of the module as the mesh's first rank has it, or its first one at this place along cp.
 
     The module is left as it was; its copy's parameters are on `meta`, and its buffers are the module's own.
 
     Raises:
         InvalidValue: `parallelize` fails, with what it says.
     """
-    with played_mesh(mesh, device) as ranks:
+    with played_mesh(mesh, device, cp_rank) as ranks:
         own = copied(module)
         try:
             made = parallelize(own, ranks)
@@ -50,8 +55,12 @@ def divided(
                 f"{type(module).__name__} cannot be divided over {degrees_text(mesh)} ({reason(error)}); use "
                 "one rank, other degrees, or a function of your own (memplan.trace, parallelize)."
             ) from error
-        groups = {str(ranks[axis].get_group().group_name): axis for axis in mesh}
-        yield (made if isinstance(made, nn.Module) else own), groups
+        yield (made if isinstance(made, nn.Module) else own), ranks
+
+
+def axes_of(ranks: Ranks, mesh: Iterable[Group]) -> dict[str, Group]:
+    """The axes of a mesh by the names of their process groups."""
+    return {str(ranks[axis].get_group().group_name): axis for axis in mesh}
 
 
 def copied(module: nn.Module) -> nn.Module:
@@ -63,8 +72,10 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def played_mesh(sizes: Mapping[str, int], device: torch.device) -> Iterator[Ranks]:
+def played_mesh(sizes: Mapping[str, int], device: torch.device, cp_rank: int = 0) -> Iterator[Ranks]:
     """The ranks of a job of which this process is the first; collectives end at once and move nothing.
+
+    Along cp it is the one at this place.
 
     Of expert-parallel ranks there are two groups, in which tensor-parallel ones are neighbours: PyTorch would
     make one process group of groups of all ranks.
@@ -79,12 +90,14 @@ def played_mesh(sizes: Mapping[str, int], device: torch.device) -> Iterator[Rank
             "a module is divided over ranks that are played, but this process is a rank of its own job "
             "(torch.distributed is initialized); trace it in another process, or before."
         )
-    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
-    n = 2 * ep if ep > 1 else tp
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
+    tp, cp, ep = (sizes.get(axis, 1) for axis in DIVIDING)
+    n = 2 * ep if ep > 1 else cp * tp
+    dist.init_process_group("fake", store=FakeStore(), rank=cp_rank * tp, world_size=n)
+    _clear_sharding_prop_cache()  # it holds names of groups, for every equal mesh
     try:
         if ep == 1:
-            yield init_device_mesh(device.type, (n,), mesh_dim_names=("tp",))
+            own = {"cp": cp, "tp": tp} if cp > 1 else {"tp": tp}
+            yield init_device_mesh(device.type, tuple(own.values()), mesh_dim_names=tuple(own))
             return
         dense = init_device_mesh(device.type, (n // tp, tp), mesh_dim_names=("dp", "tp"))
         experts = init_device_mesh(device.type, (2, ep), mesh_dim_names=("efsdp", "ep"))
@@ -93,14 +106,18 @@ def played_mesh(sizes: Mapping[str, int], device: torch.device) -> Iterator[Rank
         dist.destroy_process_group()
 
 
-def own_plan(module: nn.Module) -> Parallelize:
+def own_plan(module: nn.Module, mesh: Mapping[Group, int]) -> Parallelize:
     """What divides a module that comes with a plan: one of transformers.
+
+    Over context-parallel ranks alone any other module is left as it is.
 
     Raises:
         InvalidValue: any other module.
     """
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        if [*mesh] == ["cp"]:
+            return lambda one, ranks: one
         raise InvalidValue(
             f"{type(module).__name__} has no plan of its own; say what divides it: memplan.trace(module, "
             "inputs, mesh={...}, parallelize=function), which is called with the module and a DeviceMesh."
@@ -109,18 +126,23 @@ def own_plan(module: nn.Module) -> Parallelize:
 
 
 def by_plan_of_transformers(module: Any, ranks: Ranks) -> None:
-    """Divide a module of transformers over tensor- and expert-parallel ranks.
+    """Divide a module of transformers over tensor- and expert-parallel ranks, its sequences over others.
 
-    It is what `from_pretrained(distributed_config=...)` does. transformers ties weights only after it has
-    divided them.
+    It is what `from_pretrained(distributed_config=...)` does, and what Accelerate does for context
+    parallelism. transformers ties weights only after it has divided them.
 
     Source: transformers.distributed.mixin:DistributedMixin.maybe_distribute_model.
     """
     configuration = import_module("transformers.distributed.configuration_utils")
     tensor_parallel = import_module("transformers.distributed.tensor_parallel")
     expert_parallel = import_module("transformers.distributed.expert_parallel")
-    tp, ep = (ranks["tp"], ranks["ep"]) if isinstance(ranks, dict) else (ranks["tp"], None)
-    n, n_experts = tp.size(), 1 if ep is None else ep.size()
+    names = ranks if isinstance(ranks, dict) else ranks.mesh_dim_names or ()
+    tp, cp, ep = (ranks[axis] if axis in names else None for axis in DIVIDING)
+    n, n_experts = (1 if one is None else one.size() for one in (tp, ep))
+    if cp is not None:
+        without_masks(module)
+    if max(n, n_experts) == 1:
+        return
     asked = configuration.DistributedConfig(tp_size=n, ep_size=n_experts, fsdp_size=max(1, n_experts // n))
     asked.fsdp_size = 1  # who shards the rest is not asked here
     plan, of_experts, _ = module._resolve_parallel_plans(asked)
@@ -133,6 +155,38 @@ def by_plan_of_transformers(module: Any, ranks: Ranks) -> None:
     if ep is not None:
         expert_parallel.apply_expert_parallelism(module, ep, tp, of_experts)
     module.tie_weights()
+
+
+def without_masks(module: nn.Module) -> None:
+    """Let the attention of a module of transformers be causal instead of masked, as Accelerate lets it.
+
+    Raises:
+        MissingRule: some of its layers are not causal alone, which Accelerate refuses.
+
+    Source: accelerate.big_modeling:_attach_context_parallel_hooks.
+    """
+    config: Any = module.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = getattr(config, "layer_types", None)
+    others = {*kinds} - {"full_attention"} if kinds is not None else set()
+    if kinds is None and getattr(config, "sliding_window", None):
+        others = {"sliding_attention"}
+    if others:
+        raise MissingRule(
+            f"context parallelism of {type(module).__name__}: Accelerate refuses layers of type "
+            f"{', '.join(sorted(others))} ('Context parallelism can only express full causal attention'); "
+            "use cp=1, or a model of full attention.",
+            kind="context parallelism of layers with another mask than the causal one",
+        )
+    for name, one in module.named_modules():
+        if name.endswith("self_attn"):
+            one.register_forward_pre_hook(_causal, with_kwargs=True, prepend=True)
+
+
+def _causal(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if "attention_mask" in kwargs:
+        kwargs |= {"attention_mask": None, "is_causal": True}
+    return args, kwargs
 
 
 def local(tensor: Tensor) -> Tensor:

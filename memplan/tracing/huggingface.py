@@ -31,6 +31,7 @@ from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.traced import TracedModel
+from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.example import checked_example
 from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
@@ -98,7 +99,7 @@ def traced_from_config(
             settings.get_text_config().use_cache = False
             module = its_class._from_config(settings)
         longest = _longest(settings)
-        inputs = TASKS[task](settings, _example_length(settings))
+        inputs = _inputs_of(task, settings, (mesh or {}).get("cp", 1))
         known = longest if "input_ids" in inputs else None
         example = checked_example(module, inputs)
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
@@ -123,8 +124,8 @@ def without_remarks() -> Iterator[None]:
         yield
 
 
-def inputs_of(module: nn.Module) -> Mapping[str, Tensor] | None:
-    """What a module of transformers is called with; None for any other module.
+def inputs_of(module: nn.Module, cp: int = 1) -> Mapping[str, Tensor] | None:
+    """What a module of transformers is called with, over context-parallel ranks; None for any other module.
 
     Raises:
         UnknownName: a class that is in none of the tables of `TASKS`.
@@ -134,7 +135,13 @@ def inputs_of(module: nn.Module) -> Mapping[str, Tensor] | None:
         return None
     settings: Any = module.config
     task, _ = _class_of(settings.model_type, type(module).__name__)
-    return TASKS[task](settings, _example_length(settings))
+    return _inputs_of(task, settings, cp)
+
+
+def _inputs_of(task: str, settings: Any, cp: int) -> "Inputs":
+    """What a class is called with for a task, on each of these context-parallel ranks as many tokens."""
+    inputs = TASKS[task](settings, _example_length(settings) * cp)
+    return as_trainer_divides(inputs) if cp > 1 and task == "CAUSAL_LM" else inputs
 
 
 def _longest(settings: Any) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby, islice, product
 from math import gcd, isqrt
 from typing import Any, Final, NamedTuple, cast, get_args
 from unittest.mock import patch
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
@@ -26,10 +27,11 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from memplan.checks import checked_choice, checked_count
 from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, reason, shown_value, unknown_name
-from memplan.mesh import Group, degrees_text
+from memplan.mesh import DIVIDING, Group, degrees_text
 from memplan.models.base import BLOCKS, Layers
 from memplan.models.traced import (
     RECOMPUTES,
+    ROTATES,
     UNITS,
     Ends,
     Placed,
@@ -43,9 +45,11 @@ from memplan.models.traced import (
 )
 from memplan.record import HookKind
 from memplan.tracing.cache import no_collection, setting
+from memplan.tracing.context import chosen_for_dtensors, divided_sequences
 from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
 from memplan.tracing.divided import (
     Parallelize,
+    axes_of,
     dealt_out,
     divided,
     is_of_experts,
@@ -93,9 +97,6 @@ MOST_MASKED: Final = 1 << 20
 ADD_IN_PLACE: Final = ("linear", "scaled_dot_product_attention")
 """Functions of `torch.nn.functional` that add a bias or a mask in place (`Recorder.adds_in_place`)."""
 
-DIVIDING: Final = ("tp", "ep")
-"""The axes and views of a mesh that a module can be divided over."""
-
 FLAG: Final = "gradient_checkpointing"
 """Of transformers' modules whether blocks are recomputed: of a layer by its class, of others by their own."""
 
@@ -121,6 +122,7 @@ def trace(
     executed: bool = False,
     mesh: Mapping[str, int] | None = None,
     parallelize: Parallelize | None = None,
+    cp_ranks: Sequence[int] = (0,),
 ) -> TracedModel:
     """The module as a model to plan with: `memplan.estimate(memplan.trace(module, inputs), zero=3, dp=8)`.
 
@@ -148,11 +150,14 @@ def trace(
         executed: run the passes on the current GPU, with weights of any values. What is traced holds for that
             GPU and for the example's sizes, and with cuDNN's workspaces, for which there are no rules.
         mesh: the ranks over which the module is divided, as {"tp": 8}, or {"tp": 2, "ep": 8}, of which 2 in a
-            row are tensor-parallel; the trace is of the first of them, and for these degrees only. The
-            module is given undivided.
+            row are tensor-parallel; the trace is of the first of them, and for these degrees only. With
+            "cp", inputs that have a sequence are divided by PyTorch's `context_parallel`, and the module
+            calls `scaled_dot_product_attention(..., is_causal=True)`. The module is given undivided.
         parallelize: what divides it, called with the module and a `DeviceMesh` of these axes (with "ep", a
             dict of one for each): of the modules of transformers left out (their own plan), else a function
             around `parallelize_module`, say.
+        cp_ranks: the places along cp whose passes are recorded; left out, the first one's. Others differ
+            where attention to half of the keys, or of half of the queries, takes the place of the whole.
 
     Raises:
         InvalidValue: for a module or an example that cannot be used, and why.
@@ -176,6 +181,7 @@ def trace(
         executed=executed,
         mesh=ranks,
         parallelize=parallelize,
+        cp_ranks=cp_ranks,
     )
 
 
@@ -191,19 +197,59 @@ def traced(
     any_length: bool = False,
     mesh: Mapping[Group, int] | None = None,
     parallelize: Parallelize | None = None,
+    cp_ranks: Sequence[int] = (0,),
 ) -> TracedModel:
     """The model of an example; where it is for `any_length`, one of the example's own length is refused.
 
-    `mesh`, `parallelize`: as of `trace`, checked.
+    `mesh`, `parallelize`, `cp_ranks`: as of `trace`, checked.
 
     Raises:
         MemplanError: as `trace`.
     """
+    cp = (mesh or {}).get("cp", 1)
+    _check_sequences(example, cp)
+    found = [
+        _traced(
+            example,
+            runs_on,
+            blocks,
+            precisions,
+            max_seq_len,
+            name,
+            executed=executed,
+            any_length=any_length,
+            mesh=mesh or {},
+            parallelize=parallelize,
+            cp_rank=checked_count("cp_ranks", place, least=0, most=cp - 1),
+        )
+        for place in dict.fromkeys(cp_ranks)
+    ]
+    recordings = {run: own for one in found for run, own in one.recordings.items()}
+    return replace(found[0], recordings=recordings)
+
+
+def _traced(
+    example: Example,
+    runs_on: torch.device,
+    blocks: str | Sequence[str] | None,
+    precisions: Sequence[str],
+    max_seq_len: int | None,
+    name: str,
+    *,
+    executed: bool,
+    any_length: bool,
+    mesh: Mapping[Group, int],
+    parallelize: Parallelize | None,
+    cp_rank: int,
+) -> TracedModel:
+    """The model of an example as the rank at this place along cp runs it."""
     if isinstance(precisions, str) or not precisions:
         raise InvalidValue(
             f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
         )
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
+    if "cp" in mesh:  # under FSDP2 alone, and PyTorch's attention in float32 has fewer kernels
+        runs = dict.fromkeys(sorted([run for run in runs if not run[1]], key=lambda run: run[0] == "float32"))
     plays_cuda = runs_on == CUDA and not executed
     shapes = Shapes(CudaTensors() if plays_cuda else None)
     why, kind = "", {"executes": executed, "any_length": any_length}
@@ -213,9 +259,11 @@ def traced(
         played = stack.enter_context(without_a_gpu()) if plays_cuda else nullcontext()
         ranks = Ranks({}, {}, played)
         if mesh:
-            divides = parallelize or own_plan(example.module)
-            module, groups = stack.enter_context(divided(example.module, mesh, divides, runs_on))
-            example, ranks = replace(example, module=module), Ranks(mesh, groups, played)
+            divides = parallelize or own_plan(example.module, mesh)
+            module, own = stack.enter_context(divided(example.module, mesh, divides, runs_on, cp_rank))
+            context = Context(own["cp"], cp_rank) if "cp" in mesh else None
+            ranks = Ranks(mesh, axes_of(own, mesh), played, context)
+            example = replace(example, module=module)
         for stacks in stacks_of(example.module, blocks):
             tracer = _Tracer(example, stacks, shapes, runs_on, ranks, **kind)
             try:
@@ -246,6 +294,24 @@ def checked_mesh(mesh: Mapping[str, int]) -> dict[Group, int]:
     return found
 
 
+def _check_sequences(example: Example, cp: int) -> None:
+    """Raise if the example's sequences cannot be divided over context-parallel ranks.
+
+    Source: `torch.distributed.tensor.experimental._context_parallel._load_balancer:_HeadTailLoadBalancer`.
+    """
+    if cp == 1:
+        return
+    if not example.has_sequence:
+        raise InvalidValue(
+            f"cp={cp} divides sequences, and no input has one; name those that do by sequence=[...]."
+        )
+    if example.point[1] % (2 * cp):
+        raise InvalidValue(
+            f"the example's sequence has {example.point[1]} tokens, and context_parallel cuts it into "
+            f"2 x cp = {2 * cp} equal pieces; give one of {-(-example.point[1] // (2 * cp)) * 2 * cp}."
+        )
+
+
 def _checked_device(asked: str, *, executed: bool) -> torch.device:
     checked_choice("device", asked, get_args(DeviceType))
     if asked == "cpu" and executed:
@@ -274,15 +340,33 @@ class _Finer(Exception):
     """Blocks that were of one kind in earlier runs are of several."""
 
 
+class Context(NamedTuple):
+    """The context-parallel ranks, and the place of the one that runs."""
+
+    ranks: DeviceMesh
+    cp_rank: int
+
+
 class Ranks(NamedTuple):
     """The ranks that a module is divided over: how many along each axis, and the axes by their groups' names.
 
-    `within`: what its modules that hold DTensors run in.
+    `within`: what its modules that hold DTensors run in; `context`: the ranks that divide its sequences.
     """
 
     mesh: Mapping[Group, int]
     groups: Mapping[str, Group]
     within: AbstractContextManager[Any]
+    context: Context | None = None
+
+    @property
+    def rotates(self) -> tuple[str, ...]:
+        """The ways of handing keys and values around."""
+        return ROTATES if self.context else ("",)
+
+    @property
+    def cp(self) -> int:
+        """The ranks that divide a sequence."""
+        return self.mesh.get("cp", 1)
 
 
 class _Tracer:
@@ -427,7 +511,7 @@ class _Tracer:
         weights, autocast, recompute, *_ = variant
         dtype = getattr(torch, weights)
         with _without_data(self.example.module, recorder, dtype) as parameters:
-            inputs, targets = self._inputs(point, recorder)
+            inputs, targets, sequences = self._inputs(point, recorder)
             scale = _given(torch.ones(()), recorder) if "float16" in (weights, autocast) else None
             with ExitStack() as stack:
                 for hook in self._hooks(parameters, recorder):
@@ -438,6 +522,11 @@ class _Tracer:
                 recorder.events.clear()
                 stack.enter_context(recorder)
                 try:
+                    if self.ranks.context:
+                        if self.device == CUDA:
+                            stack.enter_context(chosen_for_dtensors())
+                        ranks = self.ranks.context.ranks
+                        stack.enter_context(divided_sequences(ranks, sequences, variant.rotate))
                     self._step(recorder, inputs, targets, scale, weights, autocast)
                 except NEEDS_VALUES as error:
                     raise _depends_on_values(recorder, error) from error
@@ -507,14 +596,20 @@ class _Tracer:
             )
         return found / 1
 
-    def _inputs(self, point: Point, recorder: Recorder) -> tuple[Any, Any]:
-        """The inputs and targets at another size."""
-        leaves = []
+    def _inputs(self, point: Point, recorder: Recorder) -> tuple[Any, Any, list[Tensor]]:
+        """The inputs and targets at another size, and those of them that have a sequence.
+
+        `point`: a batch, and the tokens of each sequence on a rank.
+        """
+        leaves, sequences = [], []
+        batch, length = point
         for leaf in self.example.leaves:
-            made = self.example.resized(leaf, point)
+            made = self.example.resized(leaf, (batch, length * self.ranks.cp))
             leaves.append(_given(made, recorder) if isinstance(made, Tensor) else made)
+            if leaf.has_sequence:
+                sequences.append(leaves[-1])
         inputs, targets = tree_unflatten(leaves, self.example.spec)
-        return inputs, targets
+        return inputs, targets, sequences
 
     def _hooks(self, parameters: Mapping[str, nn.Parameter], recorder: Recorder) -> list[Any]:
         return [
@@ -961,8 +1056,9 @@ def _recordings(
     Raises:
         Unlike: the blocks are not equal.
     """
-    batch, length = tracer.example.point
-    tried = () if tracer.executes else (_lengths(tracer.example), (length, length, length))
+    (batch, whole), cp = tracer.example.point, tracer.ranks.cp
+    length = whole // cp
+    tried = () if tracer.executes else (_lengths(tracer.example, length), (length, length, length))
     for lengths in dict.fromkeys(tried):
         try:
             found = _for_any_batch(tracer, runs, lengths)
@@ -970,7 +1066,7 @@ def _recordings(
             if tracer.any_length and isinstance(error, OfOneSize):
                 raise _of_one_length(tracer) from error
             continue
-        return found, None if lengths[0] != length or not tracer.example.has_sequence else (0, length)
+        return found, None if lengths[0] != length or not tracer.example.has_sequence else (0, whole)
     alone: dict[Variant, Recording] = {}
     for variant in _variants(tracer, runs):
         try:
@@ -980,7 +1076,7 @@ def _recordings(
                 raise
             continue
         alone[variant._replace(alone=batch == 1)] = recording_of([parts], [(batch, length)])
-    return alone, (batch, length)
+    return alone, (batch, whole)
 
 
 def _of_one_length(tracer: _Tracer) -> MissingRule:
@@ -1000,8 +1096,9 @@ def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Vari
     """How the module is run; under other units of FSDP2 where these change the run before."""
     for weights, autocast in runs:
         units = UNITS[1:] if tracer.stacks and not autocast and weights != "float32" else ()
-        for again in RECOMPUTES if tracer.stacks else RECOMPUTES[:1]:
-            plain = Variant(weights, autocast, again, alone=False)
+        for again, rotate in product(RECOMPUTES if tracer.stacks else RECOMPUTES[:1], tracer.ranks.rotates):
+            cp_rank = tracer.ranks.context.cp_rank if tracer.ranks.context else 0
+            plain = Variant(weights, autocast, again, alone=False, rotate=rotate, cp_rank=cp_rank)
             yield plain
             for other in units:
                 if tracer.differs(other):
@@ -1014,7 +1111,7 @@ def _for_any_batch(
     """Each variant that PyTorch runs, for any batch, and for any length if there are several."""
     found: dict[Variant, Recording] = {}
     several, alone = (list(zip(batches, lengths, strict=True)) for batches in (BATCHES, (1, 1, 1)))
-    longer = [one for one in _check_points(tracer.example) if one[1] in lengths or len({*lengths}) > 1]
+    longer = [one for one in _check_points(tracer) if one[1] in lengths or len({*lengths}) > 1]
     for variant in _variants(tracer, runs):
         points = [*several, *([] if found else longer)]
         try:
@@ -1039,9 +1136,9 @@ def _is_new(variant: Variant, found: Iterable[Variant]) -> bool:
     return bool(types) and variant.weights not in types
 
 
-def _check_points(example: Example) -> list[Point]:
+def _check_points(tracer: _Tracer) -> list[Point]:
     """The size at which rules are checked: the example's, or a shorter one whose masks are small."""
-    batch, length = example.point
+    batch, length = tracer.example.point[0], tracer.example.point[1] // tracer.ranks.cp
     shorter = min(length, isqrt(MOST_MASKED // batch) // 16 * 16)
     return [(batch, shorter)] if batch > 1 and shorter >= min(length, max(LENGTHS)) else []
 
@@ -1056,9 +1153,11 @@ def _agreed(tracer: _Tracer, variant: Variant, points: Iterable[Point]) -> Recor
     return recording_of(runs, each)
 
 
-def _lengths(example: Example) -> tuple[int, ...]:
-    """Three sequence lengths to trace: multiples of 16 where possible, none equal to a dim of a parameter."""
-    length = example.point[1]
+def _lengths(example: Example, length: int) -> tuple[int, ...]:
+    """Three sequence lengths to trace: multiples of 16 where possible, none equal to a dim of a parameter.
+
+    `length`: the example's, as a rank has it.
+    """
     if not example.has_sequence:
         return (1, 1, 1)
     if length < LEAST_LENGTH:

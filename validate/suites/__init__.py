@@ -13,7 +13,7 @@ from validate.gpus import Gpus
 from validate.records import Record
 from validate.suites.architectures import architectures
 from validate.suites.both import gpu_both
-from validate.suites.divided import divided, experts
+from validate.suites.divided import context, divided, experts
 from validate.suites.drawn import drawn
 from validate.suites.families import families
 from validate.suites.file import read_suite
@@ -39,6 +39,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "fsdp1": fsdp1,
     "divided": divided,
     "experts": experts,
+    "context": context,
     "architectures": architectures,
 }
 """Suites of CPU ranks."""

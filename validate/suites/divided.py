@@ -67,6 +67,21 @@ MIXTURES: Final[tuple[dict[str, Any], ...]] = (
 )
 """Each mixture of experts of transformers, on two groups of expert-parallel ranks."""
 
+SEQUENCES: Final[tuple[dict[str, Any], ...]] = (
+    {"zero": 3, "micro_batch": 2, "precision": "fp32", "cp_rotate_method": "alltoall"},
+    {"zero": 3, "micro_batch": 1, "precision": "bf16-mixed", "recompute": "full"},
+    {"zero": 3, "micro_batch": 2, "precision": "fp32", "recompute": "full"},
+    {"zero": 2, "micro_batch": 2, "accumulate": 2, "precision": "bf16", "cp_rotate_method": "alltoall"},
+    {"zero": 3, "micro_batch": 1, "precision": "bf16", "fsdp_units": "block+ends", "clip_grad_norm": 1.0},
+    {"zero": 3, "dp": 2, "micro_batch": 2, "precision": "bf16-mixed", "clip_grad_norm": 1.0},
+    {"zero": 3, "dp": 2, "micro_batch": 1, "accumulate": 2, "precision": "fp32", "recompute": "full"},
+    {"zero": 3, "dp_replicate": 2, "micro_batch": 2, "precision": "bf16-mixed", "optimizer": "sgd-momentum"},
+)
+"""Beside context-parallel ranks; `accumulate`: micro-batches of a replica."""
+
+N_OF_ARCHITECTURES: Final = 2
+"""The first of them, for each language model of transformers."""
+
 FEW_RANKS: Final = 4
 MOST_RANKS: Final = 8
 """Of a case; only the first `ON_MANY_RANKS` plans run on more than a few, which take long on two cores."""
@@ -109,7 +124,30 @@ def divided() -> tuple[Case, ...]:
         InvalidValue: if transformers is not installed.
     """
     _check_installed()
-    return tuple([case for name, tp, ep in divided_traces() if ep == 1 for case in _small(name, tp)])
+    asked = [one for one in divided_traces() if max(one.ep, one.cp) == 1]
+    return tuple([case for one in asked for case in _small(one.name, one.tp)])
+
+
+def context() -> tuple[Case, ...]:
+    """Small language models whose sequences are divided over context-parallel CPU ranks.
+
+    Raises:
+        InvalidValue: if transformers is not installed.
+    """
+    _check_installed()
+    asked = [one for one in divided_traces() if one.cp > 1 and one.name not in PUBLISHED]
+    return tuple([case for one in asked for case in _of_sequences(one)])
+
+
+def _of_sequences(one: Divided) -> Iterator[Case]:
+    model = shipped_trace(*one)
+    plans = SEQUENCES[:N_OF_ARCHITECTURES] if is_architecture(one.name) else SEQUENCES
+    for options in plans:
+        asked = {"dp": 1, "dp_replicate": 1, "cp": one.cp, **options}
+        n = asked["dp"] * asked["dp_replicate"]
+        asked["global_batch"] = n * asked["micro_batch"] * asked.pop("accumulate", 1)
+        if n * one.cp * one.tp <= FEW_RANKS:
+            yield from _cases(model, one.tp, [asked])
 
 
 def experts() -> tuple[Case, ...]:

@@ -39,8 +39,8 @@ def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stag
 def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage: Any) -> DataParallelism:
     """The bounds under FSDP2, which reduces in each micro-batch (in a pipeline once)."""
     options = torch_options(plan)
-    formats, dp, pp, m = plan.formats, plan.dp, plan.pp, plan.n_micro_batches
-    part = (dp - 1) / dp
+    formats, n, pp, m = plan.formats, plan.n_shards, plan.pp, plan.n_micro_batches
+    part = (n - 1) / n
     once = np.where(pp == 1, m, 1)
     n_reductions = 1 if options.no_sync else once
     again = np.where((pp == 1) | single_stage, m, 0)
@@ -49,19 +49,19 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
     gathered = n_gathers * elements + reshards * again * block_elements
     reduced = n_reductions * elements * formats.reduce.itemsize
     part = part * (plan.ep == 1)  # experts are sharded between fewer ranks, and send less
-    weights = elements * formats.stored.itemsize / dp
-    grads = 0.0 if plan.offload else elements * formats.accumulate.itemsize / dp
+    weights = elements * formats.stored.itemsize / n
+    grads = 0.0 if plan.offload else elements * formats.accumulate.itemsize / n
     unsharded_grads = elements * formats.reduce.itemsize
     return DataParallelism(
         waits={},
         reductions={
-            "dp": reduced * part,
-            "dp_replicate": 2 * reduced / dp * (plan.dp_replicate - 1) / plan.dp_replicate,
+            plan.shard_group: reduced * part,
+            "dp_replicate": 2 * reduced / n * (plan.dp_replicate - 1) / plan.dp_replicate,
         },
-        gathers={"dp": gathered * formats.gather.itemsize * part},
+        gathers={plan.shard_group: gathered * formats.gather.itemsize * part},
         reducing=np.where(pp == 1, 1 / m if options.no_sync else 1.0, 0.0),
         updated_bytes=weights,
-        unsharded_bytes=np.where((plan.zero == 2) & (dp > 1), elements * formats.gather.itemsize, 0.0),
+        unsharded_bytes=np.where((plan.zero == 2) & (n > 1), elements * formats.gather.itemsize, 0.0),
         states_bytes=0.0 if plan.offload else (1 + N_MOMENTS[plan.optimizer]) * weights,
         grads_bytes=np.where(pp > 1, unsharded_grads, grads) if options.set_to_none else 0.0,
     )

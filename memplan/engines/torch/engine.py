@@ -69,6 +69,12 @@ class TorchEngine(Engine):
                 f"tp={plan.tp} divides {model.name} by its framework's own plan (of transformers: "
                 "base_model_tp_plan). What that plan does not name, such as norms, each rank has whole."
             )
+        if plan.cp > 1:
+            yield (
+                f"cp={plan.cp} divides each sequence of {model.name} as Accelerate does, with PyTorch's "
+                "context_parallel: ring attention, and FSDP2 over dp x cp. Ranks of a sequence hold nearly "
+                "the same; the first one is shown."
+            )
         if plan.ep > 1:
             yield (
                 f"ep={plan.ep} divides the experts of {model.name} as transformers does (base_model_ep_plan, "
@@ -97,7 +103,7 @@ class TorchEngine(Engine):
             )
         padding = ""
         if plan.fsdp and plan.tp == plan.ep == 1 and torch_options(plan).fsdp_version == 2:
-            padding = padding_note(counted_weights(model), plan.dp, plan.formats.gather.itemsize)
+            padding = padding_note(counted_weights(model), plan.n_shards, plan.formats.gather.itemsize)
         if padding:
             yield padding
         version = torch_options(plan).torch_version

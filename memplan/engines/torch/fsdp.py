@@ -79,8 +79,8 @@ class FSDPModule(StageModule[FsdpState]):
     Plays `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule`.
     """
 
-    def __init__(self, stage: Stage, dp_rank: int) -> None:
-        self.units = Units(stage, dp_rank)
+    def __init__(self, stage: Stage, place: int) -> None:
+        self.units = Units(stage, place)
         zeroed, last = not stage.options.set_to_none, gathered_last(stage, self.units)
         super().__init__(stage, FsdpState(has_sharded_grads=zeroed, gathered=last))
         self.is_backward = False

@@ -198,7 +198,7 @@ def _clipping(stages: RankStages, in_order: bool) -> Iterator[Event]:
         partial = [(p, n) for p, n in group if p.has_partial_grad]
         n_norms = sum(n for _, n in group)
         names = ["norms of gradients", "stacked norms of gradients"]
-        axes: dict[Group, bool] = {"dp": plan.fsdp, "tp": plan.tp > 1 and group[0][0].is_dtensor}
+        axes: dict[Group, bool] = {plan.shard_group: plan.fsdp, "tp": plan.tp > 1 and group[0][0].is_dtensor}
         divided_over = [axis for axis, divided in axes.items() if divided]
         if divided_over:
             names += ["powers of norms", "all-reduced powers of norms", "all-reduced norms"]
@@ -263,7 +263,7 @@ def _overflow_axes(stages: RankStages) -> Iterator[Group]:
     (first, _), *_ = stages.counted_trained_parameters()
     flat = stages.stages[0].is_fsdp1
     if plan.fsdp and not flat:
-        yield "dp"
+        yield plan.shard_group
     if plan.tp > 1 and not plan.ddp:
         laid_out = first.placements if plan.fsdp else first.grad_placements
         if isinstance(laid_out.get("tp"), Shard | Partial):

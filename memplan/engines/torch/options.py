@@ -5,6 +5,7 @@ from typing import Final, final
 
 from memplan.allocator import AllocatorConfig
 from memplan.fields import Choice, Count, Flag, Setting, described
+from memplan.models.traced import ROTATES
 from memplan.plan import Plan
 from memplan.shapes import DType
 
@@ -51,6 +52,14 @@ class TorchOptions:
     )
     no_sync: bool = described(
         False, Flag("FSDP1 accumulates whole gradients up to the last micro-batch", word="no-sync")
+    )
+    cp_rotate_method: str = described(
+        "allgather",
+        Choice(
+            "How context_parallel hands keys and values around: gathered once, or sent on in each turn",
+            choices=ROTATES,
+            word="rotate",
+        ),
     )
     optimizer_impl: str = described(
         "default",

@@ -20,15 +20,16 @@ class ParamGroup:
 
     Each of `n_shards` ranks holds padded shards, so a flat buffer has `n_shards` times the bytes of the
     largest shard. A group that `reshards` frees its weights after its forward pass and gathers them again for
-    its backward pass. A group of experts is sharded over `efsdp`. With one shard (`alone`) FSDP2 copies the
+    its backward pass. `place`: the rank's among those that shard. A group of experts is sharded over `efsdp`.
+    With one shard (`alone`) FSDP2 copies the
     weights and runs no collective.
     """
 
     def __init__(
-        self, stage: Stage, dp_rank: int, name: str, parts: Iterable[EqualParameters], *, reshards: bool
+        self, stage: Stage, place: int, name: str, parts: Iterable[EqualParameters], *, reshards: bool
     ) -> None:
         formats = stage.plan.formats
-        self.stage, self.dp_rank, self.reshards = stage, dp_rank, reshards
+        self.stage, self.place, self.reshards = stage, place, reshards
         self.parts = [part for part in parts if part.parameters and part.n]
         first = self.parts[0].parameters[0]
         self.is_of_experts = first.is_of_experts
@@ -59,7 +60,7 @@ class ParamGroup:
             self.flat.n_bytes,
             self.reduce_input.n_bytes,
             self.reduce_output.n_bytes,
-            "efsdp" if self.is_of_experts else "dp",
+            "efsdp" if self.is_of_experts else stage.plan.shard_group,
         )
 
     @property
@@ -284,7 +285,7 @@ class ParamGroup:
         plan = self.stage.plan
         for parameters, times in self.trained:
             for p in parameters:
-                n_bytes = shard_elements(p, plan.dp, self.dp_rank) * plan.formats.accumulate.itemsize
+                n_bytes = shard_elements(p, plan.n_shards, self.place) * plan.formats.accumulate.itemsize
                 yield (copied(what, n_bytes, overlap),), times
 
     def passes_on(self, comms: "CommContext") -> bool:
@@ -366,7 +367,7 @@ class Units:
     The root does not reshard after the forward pass, since it would be gathered again at once.
     """
 
-    def __init__(self, stage: Stage, dp_rank: int) -> None:
+    def __init__(self, stage: Stage, place: int) -> None:
         options, trace, again = stage.options, stage.trace, stage.plan.zero == 3
         embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(trace.head_parameters, 1)
         self.experts: dict[tuple[str, ...], ParamGroup] = {}
@@ -380,12 +381,12 @@ class Units:
             if names := tuple([p.name for p in experts]):
                 if names not in self.experts:
                     parts = [EqualParameters(experts, 1)]
-                    self.experts[names] = ParamGroup(stage, dp_rank, "experts", parts, reshards=again)
+                    self.experts[names] = ParamGroup(stage, place, "experts", parts, reshards=again)
                 inner[EqualParameters(rest, 1)] = self.experts[names]
 
         def unit(name: str, *parts: EqualParameters, reshards: bool = again) -> ParamGroup | None:
             any_parameters = any(p.parameters for p in parts)
-            return ParamGroup(stage, dp_rank, name, parts, reshards=reshards) if any_parameters else None
+            return ParamGroup(stage, place, name, parts, reshards=reshards) if any_parameters else None
 
         self.root = self.embed = self.head = None
         self.rows: list[Row[ParamGroup | None]] = []

@@ -12,10 +12,11 @@ from memplan.engines.torch.module import PlainModule, StageModule
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.releasing import lets_outputs_go
-from memplan.engines.torch.sharding import ddp_buckets
+from memplan.engines.torch.sharding import ddp_buckets, place_among_shards
 from memplan.engines.torch.stage import RankStages, Stage, trained
 from memplan.memory import Alive
 from memplan.models import TracedModel, ends_are_tied
+from memplan.plan import Rank
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
 from memplan.shapes import FP32, INT64, Buffer, DType, Parameter, buffer_of
@@ -25,10 +26,11 @@ BROADCAST_BYTES: Final = 250 * MiB
 """Bytes of weights in each broadcast when DDP is constructed (`broadcast_bucket_size`)."""
 
 
-def module_of(stage: Stage, dp_rank: int) -> StageModule[Any]:
-    """The stage's module on a rank of the data axis."""
+def module_of(stage: Stage, rank: Rank) -> StageModule[Any]:
+    """The stage's module on a rank."""
     if stage.plan.fsdp:
-        return FSDPModule(stage, dp_rank) if stage.is_fsdp2 else FullyShardedDataParallel(stage, dp_rank)
+        place = place_among_shards(stage.plan, rank)
+        return FSDPModule(stage, place) if stage.is_fsdp2 else FullyShardedDataParallel(stage, place)
     return DistributedDataParallel(stage) if stage.plan.ddp else PlainModule(stage)
 
 
@@ -75,7 +77,7 @@ def _own(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> list[
     made: list[StageModule[Any]] = []
     for stage in stages:
         known = None if stage.plan.fsdp and stage in found else found.get(stage) or modules.get(stage)
-        found[stage] = known or module_of(stage, stages.rank.dp)
+        found[stage] = known or module_of(stage, stages.rank)
         made.append(found[stage].fresh())
     return made
 

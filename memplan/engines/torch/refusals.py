@@ -9,7 +9,6 @@ from memplan.engines.recorded import checked_cut
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.engines.torch.options import FSDP1_OPTIONS, TorchOptions, torch_options, weight_dtype
 from memplan.errors import MissingRule, PlanRefused
-from memplan.mesh import with_several
 from memplan.models import Model, TracedModel, ends_are_tied, not_divided, not_divided_so
 from memplan.models.traced import Ends
 from memplan.plan import Plan
@@ -281,7 +280,7 @@ def _check_update(model: Model, plan: Plan) -> None:
 
 
 def _check_data_axis(model: Model, plan: Plan) -> None:
-    if plan.zero and plan.dp == 1:
+    if plan.zero and plan.n_shards == 1:
         raise PlanRefused(
             f"zero={plan.zero} shards over data-parallel ranks, but dp=1; use dp of 2 or more, or zero=0.",
             kind="a ZeRO stage without data-parallel ranks",
@@ -333,7 +332,7 @@ def _check_precision(model: Model, plan: Plan) -> None:
 
 def _check_recordings(model: Model, plan: Plan) -> None:
     """Raise for what no recording of a module's own passes says: it is traced, or will be to be divided."""
-    if isinstance(model, TracedModel) or (max(plan.tp, plan.ep) > 1 and not model.divides_itself):
+    if isinstance(model, TracedModel) or (plan.mesh.dividing and not model.divides_itself):
         _raise_first(
             model,
             (
@@ -362,7 +361,7 @@ def _check_traced(model: Model, plan: Plan) -> None:
     options = torch_options(plan)
     integers, narrow = model.integer_dtypes, model.narrow_dtypes
     other_release = not model.made_with.startswith(f"torch {options.torch_version}.")
-    if (mesh := with_several(tp=plan.tp, ep=plan.ep)) != model.mesh and not model.config:
+    if (mesh := plan.mesh.dividing) != model.mesh and not model.config:
         raise not_divided_so(model, mesh)
     traced_alone = (
         (plan.pp > 1 and not model.n_layers, f"pp={plan.pp}", "pp=1: it has no blocks"),
@@ -436,6 +435,45 @@ def _check_experts(model: Model, plan: Plan) -> None:
             raise MissingRule(
                 f"{named} with {what} has no rule yet; use {other}, or ep=1.",
                 kind=f"ep with {what.partition('=')[0]}",
+            )
+
+
+def _check_context(model: Model, plan: Plan) -> None:
+    """Raise for context-parallel ranks beside what does not run with them, or has no rule.
+
+    Source: `torch.distributed.tensor.experimental._context_parallel._load_balancer:_HeadTailLoadBalancer`.
+    """
+    if plan.cp == 1:
+        return
+    named, pieces = f"cp={plan.cp}", 2 * plan.cp
+    if model.divides_itself:
+        raise MissingRule(
+            f"{named} has no rule for {model.code}, the implementation {model.implementation!r} of "
+            f"{model.name}; use implementation='huggingface', a config.json, or cp=1.",
+            kind="cp on code of a model that has no rule for it",
+        )
+    if plan.seq_len % pieces:
+        raise PlanRefused(
+            f"seq_len={plan.seq_len}: context_parallel cuts a sequence into 2 x cp = {pieces} equal pieces; "
+            f"use seq_len={-(-plan.seq_len // pieces) * pieces}.",
+            kind="sequences that do not divide into 2 x cp pieces",
+        )
+    not_modelled = (
+        (
+            not plan.fsdp,
+            f"zero={plan.zero}",
+            "zero=2 or 3: FSDP2 reduces the gradients of a sequence's ranks",
+        ),
+        (plan.fsdp and torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (plan.pp > 1, f"pp={plan.pp}", "pp=1"),
+        (plan.ep > 1, f"ep={plan.ep}", "ep=1"),
+        (plan.formats.autocast, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
+    )
+    for asked, what, other in not_modelled:
+        if asked:
+            raise MissingRule(
+                f"{named} with {what} has no rule yet; use {other}, or cp=1.",
+                kind=f"cp with {what.partition('=')[0]}",
             )
 
 
@@ -526,6 +564,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_static_graph,
     _check_units,
     _check_experts,
+    _check_context,
     _check_divided,
     _check_recordings,
     _check_traced,

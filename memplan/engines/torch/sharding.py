@@ -35,13 +35,22 @@ def shard_rows(n_rows: int, n_shards: int, rank: int) -> int:
 
 
 def n_shards(parameter: Parameter, plan: Plan) -> int:
-    """The ranks between which FSDP2 shards a parameter: those that hold the same experts, or dp."""
-    return plan.efsdp if parameter.is_of_experts else plan.dp
+    """The ranks between which FSDP2 shards a parameter: those that hold the same experts, or dp x cp."""
+    return plan.efsdp if parameter.is_of_experts else plan.n_shards
 
 
 def shard_rank(parameter: Parameter, plan: Plan, rank: Rank) -> int:
     """The place of a rank among those between which FSDP2 shards a parameter."""
-    return (rank.dp * plan.tp + rank.tp) // plan.ep if parameter.is_of_experts else rank.dp
+    return (
+        (rank.dp * plan.tp + rank.tp) // plan.ep
+        if parameter.is_of_experts
+        else place_among_shards(plan, rank)
+    )
+
+
+def place_among_shards(plan: Plan, rank: Rank) -> int:
+    """The place of a rank among those between which FSDP shards weights."""
+    return rank.dp * plan.cp + rank.cp
 
 
 def shard_elements(parameter: Parameter, n_shards: int, rank: int) -> int:

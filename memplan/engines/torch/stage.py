@@ -22,7 +22,6 @@ from memplan.engines.torch.sharding import (
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
 from memplan.memory import Alive
-from memplan.mesh import with_several
 from memplan.models import Layers, Model, TracedModel, divided
 from memplan.models.base import Role as BlockRole
 from memplan.plan import MOMENTS, N_MOMENTS, Plan, Rank, stage_layers
@@ -41,8 +40,8 @@ StageKind = tuple[bool, bool, tuple[Layers, ...]]
 
 
 def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
-    """The model as a tensor- and expert-parallel rank has it; one that is traced so is checked as any is."""
-    found = divided(model, with_several(tp=plan.tp, ep=plan.ep), device.type, plan.precision)
+    """The model as a rank of the axes that divide it has it; one that is traced so is checked as any is."""
+    found = divided(model, plan.mesh.dividing, device.type, plan.precision)
     if found is not model:
         check_trace(found, plan)
     return found
@@ -52,8 +51,15 @@ class Stage:
     """A pipeline stage under a plan; ranks share the object of each `StageKind`."""
 
     def __init__(
-        self, model: Model, plan: Plan, kind: StageKind, device: Device, backend: Backend | None = None
+        self,
+        model: Model,
+        plan: Plan,
+        kind: StageKind,
+        device: Device,
+        backend: Backend | None = None,
+        cp_rank: int = 0,
     ) -> None:
+        self.cp_rank = cp_rank
         self.model = as_rank_has_it(model, plan, device)
         self.plan = plan
         self.options = torch_options(plan)
@@ -77,13 +83,16 @@ class Stage:
             weight_dtype=weight_dtype(plan),
             autocast=formats.compute if plan.autocasts else None,
             tp=plan.tp,
+            cp=plan.cp,
+            cp_rank=self.cp_rank,
+            cp_rotate_method=self.options.cp_rotate_method,
             ep=plan.ep,
             shards_experts=self.is_fsdp2 and plan.ep > 1,
             sequence_parallel=plan.sequence_parallel,
             remakes_dtensors=self.plan.ddp,
             cast_units=units if self.is_fsdp2 and plan.mixed and units != "model" else "",
             micro_batch=plan.micro_batch,
-            seq_len=plan.seq_len,
+            seq_len=plan.local_seq_len,
             loss_chunks=plan.loss_chunks,
             torch_release=self.options.release,
             keeps_wide_grads=self.autograd_casts_grads and self.widens_grads,
@@ -255,7 +264,7 @@ class RankStages:
             layers = model.layers_in(stage_layers(model.n_blocks, plan, index))
             kind = index == 0, index == plan.n_stages - 1, layers
             if kind not in known:
-                known[kind] = Stage(model, plan, kind, device, backend)
+                known[kind] = Stage(model, plan, kind, device, backend, rank.cp)
             made.append(known[kind])
         one = made[0]
         self.stages, self.rank = tuple(made), rank
@@ -281,7 +290,7 @@ class RankStages:
         return other
 
     def at(self, **place: Any) -> Self:
-        """The same at another place on the mesh, with stages of the same kinds; traces are kept."""
+        """The same at another place, but along cp, with stages of the same kinds; traces are kept."""
         other = copy(self)
         other.rank = replace(self.rank, **place)
         return other

@@ -27,7 +27,7 @@ class Player:
         """The rank's record: what it holds between steps, and its step."""
         for stage in stages:
             if stage not in self.modules:
-                self.modules[stage] = module_of(stage, stages.rank.dp)
+                self.modules[stage] = module_of(stage, stages.rank)
         own = [self.modules[stage].fresh() for stage in stages]
         if stages.stages not in self._known:
             kept = grads_at_rest(stages, own) + kept_by_hooks(own)

@@ -81,7 +81,8 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         update = update_of(modules.values(), plan, mesh, device, learning_rate=case.learning_rate)
         frozen = [w for one in modules.values() for w in one.parameters() if not w.requires_grad]
         run = wild_passes(modules, model, plan, at, mesh, device, update.scaler, seed=case.seed)
-        return TorchTraining(run, update, axis_of_group(mesh, experts), frozen)
+        sharded = mesh[plan.shard_group] if mesh is not None and plan.cp > 1 else None
+        return TorchTraining(run, update, axis_of_group(mesh, experts, sharded), frozen)
     seed = case.seed if case.computes else None
     modules = {
         stage: parallel_module(

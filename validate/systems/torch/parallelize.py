@@ -59,12 +59,12 @@ shrink to half or less.
 def axes(plan: Plan) -> dict[str, int]:
     """The mesh axes with more than one rank, outermost first, and their sizes.
 
-    Beside expert-parallel ranks "dp" and "tp" are always there.
+    Beside expert-parallel ranks "dp" and "tp" are always there, beside context-parallel ones "dp".
 
     >>> axes(Plan(dp=2, tp=4, global_batch=2))
     {'dp': 2, 'tp': 4}
     """
-    always = ("dp", "tp") if plan.ep > 1 else ()
+    always = ("dp", "tp") if plan.ep > 1 else ("dp",) if plan.cp > 1 else ()
     return {axis: n for axis, n in plan.mesh.sizes.items() if n > 1 or axis in always}
 
 
@@ -79,7 +79,10 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     sizes = axes(plan)
     if not sizes:
         return None
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if plan.cp > 1:
+        mesh["dp", "cp"]._flatten(plan.shard_group)
+    return mesh
 
 
 def expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
@@ -204,7 +207,7 @@ def shard_weights(
     With `zero=3` every unit but the root frees its weights after its forward pass (PyTorch's default), with
     `zero=2` none does.
     """
-    options = fsdp_options(plan, mesh, "dp")
+    options = fsdp_options(plan, mesh, plan.shard_group)
     for unit in (*units, module):
         fully_shard(unit, **options)
 

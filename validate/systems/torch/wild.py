@@ -6,7 +6,7 @@ Their traces are in `data/traces`, a preset's with memplan, written by `python -
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -35,6 +35,7 @@ from memplan.models.config_of import config_of
 from memplan.models.traced import modules_with
 from memplan.plan import Rank
 from memplan.shapes import FP32
+from memplan.tracing.context import as_trainer_divides, divided_sequences
 from memplan.tracing.divided import by_plan_of_transformers, dealt_out, is_of_experts
 from validate.cases import Divided
 from validate.standin import materialised
@@ -80,6 +81,11 @@ class Wild:
     package: str = "torch"
     gpu_batch: int | None = None
     context: int | None = None
+
+
+def inputs_over(cp: int, drawn: Inputs) -> Inputs:
+    """What a module is called with over context-parallel ranks: of transformers as Trainer calls it."""
+    return as_trainer_divides(drawn) if cp > 1 and "input_ids" in drawn else drawn
 
 
 def loss_of(module: nn.Module, inputs: Inputs) -> Tensor:
@@ -754,7 +760,9 @@ def wild_trace(asked: Divided) -> TracedModel:
     name = asked.name
     wild = wild_named(name)
     torch.manual_seed(0)
-    inputs = wild.inputs(wild.gpu_batch or 2, wild.seq_len, torch.Generator().manual_seed(0))
+    cp = asked.mesh.get("cp", 1)
+    drawn = wild.inputs(wild.gpu_batch or 2, wild.seq_len * cp, torch.Generator().manual_seed(0))
+    inputs = inputs_over(cp, drawn)
     of_true_size = wild.gpu_batch is not None
     with torch.device("meta") if of_true_size else nullcontext():
         module = wild.module()
@@ -763,10 +771,11 @@ def wild_trace(asked: Divided) -> TracedModel:
         {name: value for name, value in inputs.items() if name != "targets"},
         targets=inputs.get("targets"),
         name=name,
-        max_seq_len=wild.context or wild.seq_len,
+        max_seq_len=wild.context or wild.seq_len * cp,
         device="cuda" if of_true_size else "cpu",
         precisions=("bf16", "bf16-mixed") if of_true_size and asked.mesh else tuple(_precisions(name)),
         mesh=asked.mesh,
+        cp_ranks=(0,) if of_true_size else tuple(range(cp)),
     )
     if of_true_size and wild.inputs is _tokens:
         found = replace(found, config=_config_text(module))
@@ -825,7 +834,7 @@ def wild_modules(
         if experts is not None and mesh is not None:
             by_plan_of_transformers(module, {"tp": mesh["tp"], "ep": experts["ep"]})
             EvenRouting(plan).of(module, device)
-        elif plan.tp > 1 and mesh is not None:
+        elif plan.mesh.dividing and mesh is not None and hasattr(module, "_resolve_parallel_plans"):
             by_plan_of_transformers(module, mesh)
         stacks, path = stacks_of(module, model), ""
         if plan.recompute != "none":
@@ -946,6 +955,16 @@ def stacks_of(module: nn.Module, model: TracedModel | Decoder) -> list[list[nn.M
     return [next(blocks for blocks in lists if len(blocks) == model.n_layers)]
 
 
+def divided_over(
+    plan: Plan, mesh: DeviceMesh | None, inputs: Mapping[str, Tensor]
+) -> AbstractContextManager[None]:
+    """A block in which inputs with a sequence are divided over context-parallel ranks, if there are any."""
+    if plan.cp == 1 or mesh is None:
+        return nullcontext()
+    sequences = [one for one in inputs.values() if one.dim() > 1 and one.shape[1] == plan.seq_len]
+    return divided_sequences(mesh["cp"], sequences, torch_options(plan).cp_rotate_method)
+
+
 def wild_passes(
     modules: Mapping[int, nn.Module],
     model: TracedModel | Decoder,
@@ -959,7 +978,7 @@ def wild_passes(
 ) -> Passes:
     """Forward and backward of one step on this replica's part of the batch."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = wild_of(model).inputs(plan.global_batch, plan.seq_len, generator)
+    drawn = inputs_over(plan.cp, wild_of(model).inputs(plan.global_batch, plan.seq_len, generator))
     place = at.dp_replicate * plan.dp + at.dp
     own: dict[int, Tensor] = {}
     for value in drawn.values():
@@ -977,27 +996,34 @@ def wild_passes(
         return run if device.type == "cpu" else values_as_on_a_gpu()(run)
     (module,) = modules.values()
     n = plan.n_micro_batches
+    whole = {name: value.cpu().numpy().copy() for name, value in inputs.items()} if plan.cp > 1 else {}
     compute = torch_dtype(plan.formats.compute)
 
-    def loss(i: int) -> Tensor:
+    def part_of(i: int) -> dict[str, Tensor]:
         part = {name: value.chunk(n)[i] for name, value in inputs.items()}
         if plan.formats.stored != FP32:
             part = {
                 name: value.to(compute) if value.is_floating_point() else value
                 for name, value in part.items()
             }
-        return loss_of(module, part) / n
+        return part
 
     def trained() -> float:
         total = 0.0
         for i in range(n):
+            part = part_of(i)
             held = i < n - 1 and (isinstance(module, DistributedDataParallel) or torch_options(plan).no_sync)
-            with module.no_sync() if held else nullcontext():  # type: ignore[operator]
+            within = module.no_sync() if held else nullcontext()  # type: ignore[operator]
+            with within, divided_over(plan, mesh, part):
                 with autocast(plan, device):
-                    found = loss(i)
+                    found = loss_of(module, part) / n
                 scaler.scale(found).backward()
             total += float(found.detach())
             del found
+        for name, value in whole.items():
+            inputs[name].copy_(torch.from_numpy(value))
         return total
 
-    return trained if device.type == "cpu" else values_as_on_a_gpu()(trained)
+    if plan.cp > 1 or device.type == "cpu":  # the ranks of a sequence have rows that are not consecutive
+        return trained
+    return values_as_on_a_gpu()(trained)
