@@ -158,7 +158,7 @@ def test_a_trace_holds_for_its_degrees():
     "options, complaint",
     [
         ({"parallelize": None}, "Mlp has no plan of its own; say what divides it"),
-        ({"mesh": {"to": 2}}, "unknown axis of a mesh that a module is divided over 'to'. Known: ep, tp"),
+        ({"mesh": {"to": 2}}, "unknown axis of a mesh that a module is divided over 'to'. Known: cp, ep, tp"),
         ({"mesh": {"tp": 0}}, "tp=0 is not allowed"),
         ({"device": "cuda", "executed": True}, "leave one of them out"),
         (

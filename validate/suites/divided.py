@@ -117,6 +117,22 @@ EXPERTS_AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
 """One rank of 1 to 16 groups of expert-parallel ranks, whose others are played."""
 
 
+SEQUENCES_AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
+    {"zero": 3, "precision": "bf16-mixed", "recompute": "full", "tokens": 16_384},
+    {
+        "zero": 3, "precision": "bf16-mixed", "recompute": "full", "cp_rotate_method": "alltoall",
+        "tokens": 8192,
+    },
+    {"zero": 2, "precision": "bf16", "tokens": 4096},
+    {"zero": 3, "dp": 4, "precision": "bf16", "accumulate": 2, "recompute": "full", "tokens": 8192},
+    {
+        "zero": 3, "dp_replicate": 2, "dp": 4, "precision": "bf16-mixed", "fsdp_units": "block+ends",
+        "recompute": "full", "clip_grad_norm": 1.0, "tokens": 4096,
+    },
+)  # fmt: skip
+"""One rank of 8 to 64 that divide sequences, with so many tokens on each of these."""
+
+
 def divided() -> tuple[Case, ...]:
     """Small modules on CPU ranks.
 
@@ -143,10 +159,8 @@ def _of_sequences(one: Divided) -> Iterator[Case]:
     model = shipped_trace(*one)
     plans = SEQUENCES[:N_OF_ARCHITECTURES] if is_architecture(one.name) else SEQUENCES
     for options in plans:
-        asked = {"dp": 1, "dp_replicate": 1, "cp": one.cp, **options}
-        n = asked["dp"] * asked["dp_replicate"]
-        asked["global_batch"] = n * asked["micro_batch"] * asked.pop("accumulate", 1)
-        if n * one.cp * one.tp <= FEW_RANKS:
+        asked = _of_ring(one, options)
+        if asked["dp"] * asked["dp_replicate"] * one.cp * one.tp <= FEW_RANKS:
             yield from _cases(model, one.tp, [asked])
 
 
@@ -194,11 +208,28 @@ def gpu_divided(gpus: Gpus | None) -> tuple[Case, ...]:
     backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
     found = []
     for one in [each for each in divided_traces() if each.name in PUBLISHED]:
-        plans = AT_TRUE_SIZE if one.ep == 1 else [_in_groups(one, plan) for plan in EXPERTS_AT_TRUE_SIZE]
-        for case in _cases(shipped_trace(*one), one.tp, plans, wild_named(one.name).seq_len):
+        for case in _cases(shipped_trace(*one), one.tp, _at_true_size(one), wild_named(one.name).seq_len):
             case = replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend, rank=0)
             found.append(replace(case, steps=UNTIMED_STEPS, timeout_s=600.0))
     return tuple(found)
+
+
+def _at_true_size(one: Divided) -> Iterable[dict[str, Any]]:
+    """The plans of a published model over these ranks."""
+    if one.ep > 1:
+        return [_in_groups(one, plan) for plan in EXPERTS_AT_TRUE_SIZE]
+    if one.cp == 1:
+        return AT_TRUE_SIZE
+    return [_of_ring(one, plan) | {"seq_len": plan["tokens"] * one.cp} for plan in SEQUENCES_AT_TRUE_SIZE]
+
+
+def _of_ring(one: Divided, plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan on context-parallel ranks; `accumulate`: micro-batches of a replica."""
+    asked = {"dp": 1, "dp_replicate": 1, "micro_batch": 1, "accumulate": 1, **plan, "cp": one.cp}
+    asked.pop("tokens", None)
+    n_replicas = asked["dp"] * asked["dp_replicate"]
+    asked["global_batch"] = n_replicas * asked["micro_batch"] * asked.pop("accumulate")
+    return asked
 
 
 def _in_groups(one: Divided, plan: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +260,7 @@ def _cases(
 ) -> Iterator[Case]:
     """A case for each plan that is allowed: tied models have no pipelines, say."""
     for options in plans:
-        plan = plan_of(**options, tp=tp, seq_len=seq_len or model.max_seq_len)
+        plan = plan_of(**{"seq_len": seq_len or model.max_seq_len, **options}, tp=tp)
         with suppress(MemplanError):
             check_plan(model, plan)
             name = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
