@@ -275,7 +275,9 @@ def next_command(estimate: Estimate, model: str | None = None) -> str | None:
     from memplan.launchers import targets  # they are read only for a plan that may be run
 
     to = next(iter(targets(estimate)), None)
-    return command if to is None else f"{command.replace('memplan estimate', 'memplan export', 1)} --to {to}"
+    if to is None:
+        return f"{command} --details"
+    return f"{command.replace('memplan estimate', 'memplan export', 1)} --to {to}"
 
 
 def notes_text(estimates: Mapping[str, Estimate], what: str = "plan") -> Iterator[str]:

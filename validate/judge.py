@@ -206,9 +206,10 @@ def step_losses(ranks: Sequence[RankMeasurement]) -> list[float]:
 
 def gradient_norms(ranks: Sequence[RankMeasurement]) -> list[float]:
     """The norm of the first gradient over all stages, as each replica and tensor rank has it."""
-    squares: Counter[tuple[int, int, int]] = Counter()
+    squares: Counter[tuple[int, ...]] = Counter()
     for rank in ranks:
-        squares[rank.at.dp_replicate, rank.at.dp, rank.at.tp] += rank.gradient_norm_squared  # type: ignore[assignment]
+        at = rank.at.dp_replicate, rank.at.dp, rank.at.cp, rank.at.tp
+        squares[at] += rank.gradient_norm_squared  # type: ignore[assignment]
     return [math.sqrt(square) for square in squares.values()]
 
 
