@@ -26,6 +26,7 @@ from memplan.mesh import HOST, Count, Group, inner_first, sends_along, waits_of
 from memplan.orders import LAST_PARTS
 from memplan.plan import Plan
 from memplan.record import Compute, Counts, Overlap, Pass
+from memplan.time.collectives import crosses_nodes, ranks_in_a_node
 from memplan.traffic import CollectiveTotal
 
 Quantity: TypeAlias = float | npt.NDArray[Any]
@@ -186,31 +187,6 @@ def reducing_share(counts: Counts) -> float:
 
 
 # --- Traffic ----------------------------------------------------------------------------------------------
-
-
-def crosses_nodes(n_ranks: Count, stride: Count, gpus_per_node: Count) -> npt.NDArray[np.bool_]:
-    """Whether any group of an axis has ranks on more than one node; ranks fill nodes in mesh order.
-
-    A group's members are `stride` ranks apart, so the groups that interleave make a row of n x stride ranks.
-    No row crosses the end of a node if its length divides the GPUs of a node.
-
-    >>> bool(crosses_nodes(8, 1, 8)), bool(crosses_nodes(2, 8, 8)), bool(crosses_nodes(3, 1, 8))
-    (False, True, True)
-    """
-    crosses: npt.NDArray[np.bool_] = np.not_equal(gpus_per_node % (n_ranks * stride), 0)
-    return crosses & np.greater(n_ranks, 1)
-
-
-def ranks_in_a_node(n_ranks: Count, stride: Count, gpus_per_node: Count) -> npt.NDArray[np.int64]:
-    """The fewest members of a group that share a node: max(1, gcd(n stride, node) / stride).
-
-    Rows of n x stride ranks (see `crosses_nodes`) begin at multiples of gcd(n stride, node) within a node.
-
-    >>> [int(ranks_in_a_node(n, stride, 8)) for n, stride in ((64, 1), (8, 2), (2, 8), (3, 1), (8, 3))]
-    [8, 4, 1, 1, 2]
-    """
-    members: npt.NDArray[np.int64] = np.maximum(1, np.gcd(n_ranks * stride, gpus_per_node) // stride)
-    return members
 
 
 def ring_bytes_per_s(

@@ -33,14 +33,13 @@ from memplan.steptime import (
     StepTime,
     added,
     bubble_s,
-    crosses_nodes,
     exposed_s,
     links_used,
-    ranks_in_a_node,
     reducing_share,
     ring_bytes_per_s,
 )
 from memplan.tables import estimate_text
+from memplan.time.collectives import crosses_nodes, ranks_in_a_node
 from validate.systems.torch.modules import Transformer, token_loss
 
 FIELDS: dict[str, Any] = {"n_layers": 3, "d_model": 32, "n_heads": 4, "d_ff": 48, "vocab_size": 64}
