@@ -147,6 +147,12 @@ def test_every_gpu_has_curves_of_its_own_or_says_whose_it_borrows():
     assert other == pytest.approx(2 * own, rel=0.05)
 
 
+def test_a_gpu_of_ones_own_borrows_by_its_capability():
+    for name in ("a100-80-sxm", "h100-sxm", "b200"):
+        own = replace(gpu(name), name="mine")
+        assert product_s(own, "bf16", 4096, 4096, 4096) == product_s(name, "bf16", 4096, 4096, 4096)
+
+
 def test_what_has_no_rates_is_refused():
     with pytest.raises(UnknownName):
         product_s("h1000", "bf16", 1, 1, 1)
@@ -156,8 +162,8 @@ def test_what_has_no_rates_is_refused():
         product_s("h100-sxm", "bf16", 0, 1, 1)
     with pytest.raises(InvalidValue, match="no peak rate is known of a100-80-sxm in fp8"):
         product_s("a100-80-sxm", "fp8", 1, 1, 1)
-    with pytest.raises(MissingRule, match="no rates were measured on mine"):
-        product_s(replace(gpu("h100-sxm"), name="mine"), "bf16", 1, 1, 1)
+    with pytest.raises(MissingRule, match="no rates were measured on cpu"):
+        product_s("cpu", "bf16", 1, 1, 1)
     with pytest.raises(MissingRule, match="reduce_to_one"):
         collective_s("8xh100-sxm", "reduce_to_one", 8, 8)
     unknown = replace(cluster("16xh100-sxm"), inter_node=Link(name="rope"))

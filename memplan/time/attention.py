@@ -1,6 +1,6 @@
 """How long fused attention takes, on curves fitted to passes measured on GPUs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, final
 
@@ -27,6 +27,12 @@ BACKWARD_RATIO: Final = 2.5 * 0.73 / 0.63
 Forward passes reached up to 73 % of an A100's peak, backward passes up to 63 %.
 
 Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, section 4.1.
+"""
+
+FLASH_2_ON_HOPPER: Final = 0.35
+"""The fraction of an H100's peak that FlashAttention 2 reaches, which does not use what Hopper has anew.
+
+Source: Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, abstract.
 """
 
 
@@ -108,12 +114,13 @@ def attention_s(
     *,
     causal: bool = True,
     backward: bool = False,
+    flash_2: bool = False,
 ) -> float:
     """Seconds of one fused attention over a sequence, in bf16 or fp16: its forward or its backward pass.
 
     The forward pass is measured (FlashAttention 2 on A100 and L40S, 3 on H100 and H200, FlashInfer on B200
     and GB200); the backward pass takes `BACKWARD_RATIO` times as long. A GPU without a curve has that of the
-    one it borrows from, scaled by their peak rates.
+    one it borrows from, scaled by their peak rates. `flash_2`: by FlashAttention 2 on any GPU.
 
     Neglects: sliding windows, dropout, masks.
     Source: `time/attention.toml`.
@@ -130,12 +137,17 @@ def attention_s(
     }  # fmt: skip
     checked = [checked_count(name, size, least=1, most=2**40) for name, size in sizes.items()]
     found = known_gpu(gpu) if isinstance(gpu, str) else gpu
-    return _forward_s(found, *checked, causal=causal) * (BACKWARD_RATIO if backward else 1.0)
+    forward_s = _forward_s(found, *checked, causal=causal, flash_2=flash_2)
+    return forward_s * (BACKWARD_RATIO if backward else 1.0)
 
 
 @lru_cache(maxsize=65536)
-def _forward_s(gpu: Gpu, *sizes: int, causal: bool) -> float:
+def _forward_s(gpu: Gpu, *sizes: int, causal: bool, flash_2: bool) -> float:
     curve, multiprocessors = attention_curve_of(gpu)
+    if flash_2 and gpu.capability == (9, 0) and gpu.bf16_flops_per_s:
+        most = FLASH_2_ON_HOPPER * gpu.bf16_flops_per_s / TFLOP
+        names = [name for name in AttentionCurve.__slots__ if name.startswith("tflop_per_s_")]
+        curve = replace(curve, **{name: min(most, getattr(curve, name)) for name in names})
     return float(forward_us(curve, multiprocessors, *sizes, causal=causal)) * 1e-6
 
 

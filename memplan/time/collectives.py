@@ -6,7 +6,7 @@ NCCL's own latencies and of the network's rate.
 """
 
 from functools import lru_cache
-from math import ceil, log2
+from math import ceil, inf, log2
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -225,3 +225,25 @@ def _between(
             tree_us = (members - 1) * own["tree_node_us"] + ceil(log2(n_nodes)) * own["tree_network_us"]
             found.append(Line(own["tree_base_us"] + 2 * tree_us, rate_gb_per_s * table["share"]["of_tree"]))
     return found
+
+
+def best_bytes_per_s(cluster: Cluster, n_ranks: Count, stride: Count) -> Any:
+    """Bytes per second that no protocol of any operation exceeds in a group, or in each of many.
+
+    Infinite for a single rank, and where no rate is known.
+    """
+    sizes, strides = np.broadcast_arrays(n_ranks, stride)
+    groups, place = np.unique(np.stack([sizes.ravel(), strides.ravel()]), axis=1, return_inverse=True)
+    rates = np.array([_best(cluster, n, each) for n, each in groups.T.tolist()])[place]
+    return rates.reshape(sizes.shape) if sizes.ndim else float(rates[0])
+
+
+@lru_cache(maxsize=4096)
+def _best(cluster: Cluster, n_ranks: int, stride: int) -> float:
+    if n_ranks == 1:
+        return inf
+    try:
+        found = [line for kind in MEASURED_AS for line in lines(cluster, kind, n_ranks, stride)]
+    except MissingRule:
+        return inf
+    return max([line.gb_per_s for line in found]) * 1e9

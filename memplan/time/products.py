@@ -81,16 +81,32 @@ BRIEF_US: Final = 30.0
 
 
 def product_us(
-    curve: Curve, multiprocessors: int, item_bytes: int, m: Any, n: Any, k: Any
+    curve: Curve, multiprocessors: int, item_bytes: int, m: Any, n: Any, k: Any, *, least: bool = False
 ) -> NDArray[np.float64]:
     """Microseconds of products [m, k] x [k, n], numbers or equal arrays of them.
+
+    `least`: as if all tiles were full and of the fastest kind, which is never above the microseconds, and
+    convex in each size.
 
     The result is cut into tiles, which the multiprocessors compute in waves, each of which takes the time of
     one tile. Of all tiles and splits of k the fastest is taken, as cuBLAS's heuristics try to.
 
     Neglects: alignment, and which of the operands is transposed.
     """
-    m, n, k = (np.asarray(size, np.float64)[..., None] for size in (m, n, k))
+    m, n, k = (np.asarray(size, np.float64) for size in (m, n, k))
+    fastest = curve.tflop_per_s * max(curve.tile_rates) * TFLOP
+    least_us = _us(2 * m * n * k, fastest)
+    if not least:
+        least_us = np.maximum(least_us, _tiled_us(curve, multiprocessors, m, n, k))
+    moved_us = _us(item_bytes * (m * k + k * n) + 2 * m * n, curve.memory_tb_per_s * TB)
+    joined_us = least_us * (1 + (moved_us / least_us) ** curve.overlap) ** (1 / curve.overlap)
+    joined_us = joined_us * (1 + curve.slowdown * np.log(np.maximum(1.0, joined_us / BRIEF_US)))
+    return np.asarray(joined_us + curve.launch_us + _cast_us(curve, m, k))
+
+
+def _tiled_us(curve: Curve, multiprocessors: int, *sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Microseconds of the fastest of all tiles and splits."""
+    m, n, k = (size[..., None] for size in sizes)
     filled = np.ceil(m / _ROWS) * np.ceil(n / _COLUMNS) * _SPLIT / multiprocessors
     waves = np.maximum(1, filled) * (1 - curve.whole_waves) + np.ceil(filled) * curve.whole_waves
     waves = waves * (1 - curve.idle_gain * np.maximum(0, 1 - filled))
@@ -99,13 +115,7 @@ def product_us(
     store_us = curve.store_us * _ROWS * _COLUMNS / 128**2
     one_us = curve.start_us + store_us + _us(2 * _ROWS * _COLUMNS * depth, rate * TFLOP)
     parts_us = np.where(_SPLIT > 1, curve.split_us + _us(4 * _SPLIT * m * n, curve.memory_tb_per_s * TB), 0.0)
-    fastest_us = np.min(waves * one_us + parts_us, axis=-1)
-    m, n, k = m[..., 0], n[..., 0], k[..., 0]
-    least_us = np.maximum(fastest_us, _us(2 * m * n * k, curve.tflop_per_s * TFLOP))
-    moved_us = _us(item_bytes * (m * k + k * n) + 2 * m * n, curve.memory_tb_per_s * TB)
-    joined_us = least_us * (1 + (moved_us / least_us) ** curve.overlap) ** (1 / curve.overlap)
-    joined_us = joined_us * (1 + curve.slowdown * np.log(np.maximum(1.0, joined_us / BRIEF_US)))
-    return np.asarray(joined_us + curve.launch_us + _cast_us(curve, m, k))
+    return np.asarray(np.min(waves * one_us + parts_us, axis=-1))
 
 
 def _us(amount: Any, per_s: Any) -> Any:
