@@ -55,7 +55,7 @@ def compare(a: Estimate, b: Estimate) -> str:
     """Which of two plans for the same job is better, and what makes the difference.
 
     Verdicts are compared first (in the order of `memplan.hardware.VERDICTS`), then step times
-    (`memplan.steptime`) unless they tie, then the most bytes that a GPU may hold. Step times are compared
+    (`memplan.time.step`) unless they tie, then the most bytes that a GPU may hold. Step times are compared
     only if both are known.
 
     Raises:

@@ -38,9 +38,11 @@ from memplan.precisions import PRECISIONS
 from memplan.record import Stretch
 from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
 from memplan.shapes import Kind
-from memplan.steptime import (
+from memplan.tape import Backend
+from memplan.text_tables import html_text
+from memplan.time.step import (
+    Measured,
     RankWork,
-    Roofline,
     StepTime,
     TimeModel,
     forward_flops,
@@ -50,8 +52,6 @@ from memplan.steptime import (
     recomputed_flops,
     utilisation,
 )
-from memplan.tape import Backend
-from memplan.text_tables import html_text
 from memplan.traffic import CollectiveTotal, collectives
 from memplan.units import human_bytes
 from memplan.version import versioned
@@ -280,7 +280,7 @@ class Estimate:
     device: Device
     stages: tuple[StageEstimate, ...]
     confirmed: Confirmation
-    time_model: TimeModel = field(default_factory=Roofline)
+    time_model: TimeModel = field(default_factory=Measured)
 
     @property
     def engine(self) -> Engine:

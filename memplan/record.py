@@ -110,6 +110,8 @@ class ComputeKind(Enum):
     CONVOLUTION = "convolution"
     """A convolution, or one of its gradients, no product of cuBLAS; operands are the weight and the output,
     or, if it is transposed, the weight and the input."""
+    MEMORY = "memory"
+    """All kernels of a stretch that only read and write memory, together; no operands and no FLOPs."""
     UNKNOWN = "unknown"
     """Operands are not known, only FLOPs: another operation of a traced module, or a closed form."""
 
@@ -142,12 +144,13 @@ def flops_of(kind: ComputeKind, operands: tuple[Shape, ...]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compute:
-    """An operation with FLOPs; compared by identity.
+    """What is computed; compared by identity.
 
     `operands`: their shapes, as its kind says; empty where only FLOPs are known. `shape`, `dtype`: its
-    result's. `n_grads`: the products as large as this one that backward runs for it and that the record has
-    no events of: one for the gradient of each operand (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
-    A traced module's record has events of them.
+    result's. `moved_bytes`, `n_kernels`: of `ComputeKind.MEMORY`, what its kernels read and write, and how
+    many they are. `n_grads`: the products as large as this one that backward runs for it and that the record
+    has no events of: one for the gradient of each operand (Kaplan et al. 2020, arXiv:2001.08361, section
+    2.1). A traced module's record has events of them.
     """
 
     kind: ComputeKind
@@ -157,6 +160,8 @@ class Compute:
     shape: Shape
     dtype: DType
     n_grads: int = 2
+    moved_bytes: int = 0
+    n_kernels: int = 1
 
     @property
     def backward_flops(self) -> int:

@@ -250,7 +250,8 @@ class Tensor:
     def new(
         self, name: str, shape: Shape, dtype: DType, node: Source = None, *, head_major: bool = False
     ) -> "Tensor":
-        """A freshly allocated tensor with the placements of this one."""
+        """A freshly allocated tensor with the placements of this one, computed from it."""
+        self.tape.moved_bytes += self.n_bytes - n_elements(shape) * dtype.itemsize
         return self.tape.new(name, shape, dtype, node, head_major=head_major, placements=self.placements)
 
     def check_placements(self, operation: str, *allowed: Placements) -> None:
@@ -290,6 +291,7 @@ class Tensor:
         dtype = self.dtype if self.dtype.itemsize >= other.dtype.itemsize else other.dtype
         left, right = tape.promoted(self, dtype), tape.promoted(other, dtype)
         node = tape.node((left.node, right.node), (), lambda grad, saved: (grad, grad))
+        tape.moved_bytes += right.n_bytes
         return left.new("residual", left.shape, dtype, node)
 
     def __mul__(self, other: "Tensor") -> "Tensor":
@@ -299,6 +301,7 @@ class Tensor:
         check_equal("a product", self.shape, other.shape)
         check_equal("a product", self.dtype.name, other.dtype.name)
         node = self.tape.node((self.node, other.node), (self, other), _mul_backward)
+        self.tape.moved_bytes += other.n_bytes
         return self.new("product", self.shape, self.dtype, node)
 
 
@@ -362,6 +365,9 @@ class Tape:
         self.parameters: dict[str, Parameter] = {}
         self.products: dict[Phase, set[Buffer]] = {"forward": set(), "backward": set()}
         self.phase: Phase = "forward"
+        self.moved_bytes = self.n_kernels = 0
+        """What kernels beside products have read and written since `end_stretch`, and how many they were."""
+        self._is_product = False
         self.scope = ""
         self._grads: dict[Parameter, Tensor] = {}
         self._casts: dict[Parameter | Node, Tensor] = {}
@@ -395,8 +401,13 @@ class Tape:
         head_major: bool = False,
         placements: Placements = WHOLE,
     ) -> Tensor:
-        """A freshly allocated tensor, replicated over all axes; `Tensor.new` makes one placed as another."""
+        """A freshly allocated tensor, replicated over all axes; `Tensor.new` makes one placed as another.
+
+        A kernel writes it, and reads as many bytes.
+        """
         n_bytes = n_elements(shape) * dtype.itemsize
+        self.moved_bytes += 2 * n_bytes
+        self.n_kernels += 1
         buffer = Buffer(f"{self.scope}{name}", shape, dtype, n_bytes, kind)
         return Tensor(self, shape, dtype, Storage(buffer, self), node, False, (), head_major, placements)
 
@@ -596,6 +607,7 @@ class Tape:
         allocates one that stays; the results of products are noted, so that the first is known. None: the
         product is not computed.
         """
+        self._is_product = True
         if result is None or result.storage is None:
             return
         device, release, buffer = self.context.device, self.context.torch_release, result.storage.buffer
@@ -607,6 +619,21 @@ class Tape:
             n_bytes = LT_WORKSPACE_BYTES if biased else product_workspace_bytes(device, release)
             with self.workspace() as held:
                 held.new("cuBLAS workspace", (n_bytes,), UINT8)
+
+    def fused(self) -> None:
+        """Say that a node's backward pass is one kernel with FLOPs, whose time no memory's rate tells."""
+        self._is_product = True
+
+    def end_stretch(self) -> None:
+        """Record what kernels beside products have moved since the last call."""
+        if self.n_kernels:
+            self.events.append(
+                Compute(
+                    kind=ComputeKind.MEMORY, phase=self.phase, flops=0, shape=(), dtype=UINT8,
+                    moved_bytes=self.moved_bytes, n_kernels=self.n_kernels,
+                )
+            )  # fmt: skip
+        self.moved_bytes = self.n_kernels = 0
 
     def collective(self, kind: CollectiveKind, axis: str, what: str, payload_bytes: int) -> None:
         """Record a collective over an axis of the mesh."""
@@ -649,8 +676,10 @@ class Tape:
         replaying, region = self._replaying, self._region
         if replaying is not None and replaying.selective and not again:
             return replaying.saved_outputs.popleft()
+        moved = self.moved_bytes, self.n_kernels
         outputs = compute()
         if kind is not None:
+            self.moved_bytes, self.n_kernels = moved
             y, flops = outputs[0], flops_of(kind, operands)
             self.events.append(
                 Compute(
@@ -749,9 +778,15 @@ class Tape:
 
         Source: torch/csrc/autograd/engine.cpp (`call_function`, `validate_outputs`).
         """
-        self._wanted = wanted
+        self._wanted, self._is_product = wanted, False
+        moved, n_kernels = self.moved_bytes, self.n_kernels
+        saved_bytes = sum([x.n_bytes for x in node.saved or ()])
         found, own = list(node.backward(grad, node.unpacked())), node.grad_placements
         self._wanted = ()
+        if self._is_product:
+            self.moved_bytes, self.n_kernels = moved, n_kernels
+        elif self.n_kernels > n_kernels:
+            self.moved_bytes += saved_bytes
         for i, target in enumerate(node.inputs):
             part, found[i] = found[i], None
             if isinstance(part, Expanded):
@@ -773,6 +808,7 @@ class Tape:
         if grad.shape == shape:
             return grad
         n_inputs = n_elements(grad.shape) // n_elements(shape)
+        self.moved_bytes += grad.n_bytes
         return self.summed("grad", shape, grad.dtype, n_inputs, along_rows=grad.shape[-1] == shape[-1])
 
     def retain(self, grad: Tensor) -> None:
@@ -799,6 +835,7 @@ class Tape:
 
     def _recompute(self, region: Region) -> None:
         phase = self.phase
+        self.end_stretch()
         self.phase = "recompute"
         scope, casts, self.scope, self._casts = self.scope, self._casts, region.scope, {}
         self._replaying, self._replayed, self._expected = region, 0, region.n_saving
@@ -810,12 +847,14 @@ class Tape:
                 region.function(x.alias(x.node))
         self._saved_again.clear()
         self.shared = shared
+        self.end_stretch()
         self._replaying, self.phase, self.scope, self._casts = None, phase, scope, casts
 
     def deliver(self, target: Node | Parameter, grad: Tensor) -> None:
         """Add a gradient to what a node or a weight has received so far."""
         if isinstance(target, Parameter):
             if target in self._grads:
+                self.moved_bytes += grad.n_bytes
                 self._grads[target] = self._sum(target, self._grads[target], grad)
             self._grads.setdefault(target, grad)
         elif target.grad is None:
@@ -825,7 +864,11 @@ class Tape:
         elif target.grad.storage is None:
             target.grad = self._taken_over(grad)
         elif target.grad.is_view or target.has_dtensor_grad or id(target.grad.storage) in self._retained:
+            self.moved_bytes += grad.n_bytes
             target.grad = grad.new("sum of grads", grad.shape, grad.dtype)
+        else:
+            self.moved_bytes += 3 * grad.n_bytes
+            self.n_kernels += 1
 
 
 class SplitBackward:

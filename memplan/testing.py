@@ -28,8 +28,8 @@ from memplan.plan import Plan
 from memplan.search.bounds import bounds
 from memplan.search.plans import Grid
 from memplan.shapes import KINDS
-from memplan.steptime import Roofline
 from memplan.tables import ledger_rows
+from memplan.time.step import Priced
 
 __all__ = [
     "LAWS",
@@ -129,7 +129,7 @@ def check_bounds(estimate: Estimate) -> None:
     if (
         estimate.cluster is None
         or not estimate.engine.gives_bounds
-        or not isinstance(estimate.time_model, Roofline)
+        or not isinstance(estimate.time_model, Priced)
     ):
         return
     grid = Grid.of(estimate.plan)

@@ -9,7 +9,7 @@ from memplan.estimate import Estimate, StageEstimate
 from memplan.mesh import waits_of
 from memplan.record import PassPart, Stretch
 from memplan.schedules import SCHEDULES
-from memplan.steptime import StepTime, backward_flops, forward_flops, recomputed_flops
+from memplan.time.step import StepTime, backward_flops, forward_flops, recomputed_flops
 from memplan.traffic import collectives
 
 MOST_PASSES: Final = 100_000

@@ -43,7 +43,7 @@ def test_what_is_printed_and_what_is_plain(planned):
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[0].startswith("llama-3-8b on 8xh100-sxm FITS: ")
-    assert "Times are a roofline" in str(found)
+    assert "Times add up" in str(found)
     assert found._repr_html_() == f"<pre>{found}</pre>"
     assert repr(found).startswith("<Budget of 160,605,224,960 tokens: ")
     plain = found.to_dict()

@@ -5,7 +5,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-from memplan.steptime import Roofline
+from memplan.time.step import Measured
 from tests.readme import MORE, README, ROOT, blocks, missing, output_of
 from tests.test_replay_nogpu import EXPECTED
 from validate.records import read_records
@@ -47,7 +47,7 @@ def test_the_readme_counts_what_is_on_file():
     assert f"| {rows[1]} rows | median {rows[2]} % off, worst {rows[3]} % |" in text
     verdicts = re.search(r"(\d+) verdicts, (\d+) contradicted", published)
     assert f"| {verdicts[1]} verdicts | {verdicts[2]} contradicted |" in text
-    low, high, n_runs = Roofline().band
+    low, high, n_runs = Measured().band
     assert f"| {n_runs} rows | {low} to {high} times the estimate |" in text
     cases = [len(list(read_records(ROOT / f"data/measurements/{name}.jsonl"))) for name in ("quick", "wild")]
     assert f"| {cases[0]} and {cases[1]} cases |" in text

@@ -28,8 +28,8 @@ from memplan.search.pool import Pool
 from memplan.search.search import bases
 from memplan.search.space import Space, divisors
 from memplan.search.table import estimated_rows, search_rows
-from memplan.steptime import Roofline, StepTime
 from memplan.tables import figures_of
+from memplan.time.step import Measured, Roofline, StepTime
 from memplan.units import GiB, MiB
 from tests.grids import running
 
@@ -91,7 +91,7 @@ def test_every_plan_has_the_figures_of_its_estimate(
 
 
 def test_the_frame_says_why_not():
-    asked: dict[str, Any] = {"global_batch": 8, "seq_len": 128, "keep": 5, "tp": [1, 3]}
+    asked: dict[str, Any] = {"global_batch": 8, "seq_len": 128, "keep": 40, "tp": [1, 3]}
     frame = memplan.search(LARGER, cluster=limited("4xh100-sxm", 3), **asked)
     assert [*dict.fromkeys(frame["verdict"])] == ["fits, tight", "cannot say", "does not fit", "refused"]
     said = dict(iter(frame.groupby("verdict")))
@@ -298,11 +298,12 @@ def test_no_plan_is_better_than_its_bounds(
     space = Space(model=model, n_gpus=where.n_gpus, base=base, ranges=ranges)
     random = np.random.default_rng(seed)
     for grid in [ruled.running for ruled in space.grids() if len(ruled.running)]:
-        memory, seconds = bounds(model, grid, where, Roofline())
         (place,) = random.integers(0, len(grid), 1)
         estimated = estimate_plan(model, grid.plan(place), where)
-        step_s = inf if estimated.step_s is None else estimated.step_s
-        assert np.broadcast_to(seconds, grid.shape).flat[place] <= step_s
+        for time_model in (Measured(), Measured(flash_2=True), Roofline(efficiency=0.5)):
+            memory, seconds = bounds(model, grid, where, time_model)
+            step_s = replace(estimated, time_model=time_model).step_s
+            assert np.broadcast_to(seconds, grid.shape).flat[place] <= (inf if step_s is None else step_s)
         assert np.broadcast_to(memory, grid.shape).flat[place] <= estimated.worst.peak_bytes
 
 
@@ -345,7 +346,7 @@ def test_a_front_shows_no_plan_that_another_one_shown_beats(keep: int | None):
     asked |= {"zero": 3, "offload": False, "objective": "front", "keep": keep, "implementation": "reference"}
     found = searched("llama-3-8b", **asked)
     rows = [row for row in search_rows(found) if row["verdict"] != "refused"]
-    assert {row["verdict"] for row in rows} == {"fits", "cannot say"}
+    assert {row["verdict"] for row in rows} >= {"fits", "cannot say"}
     assert found.beyond
     figures = sorted((row["step_s"], row["peak_bytes"]) for row in rows)
     held = [peak_bytes for _, peak_bytes in figures]
@@ -531,14 +532,14 @@ class Twice:
     band: None = None
 
     def missing(self, plan: Any, cluster: Any) -> tuple[str, ...]:
-        return Roofline().missing(plan, cluster)
+        return Roofline(efficiency=0.5).missing(plan, cluster)
 
     def step_times(self, ranks: Any, plan: Any, cluster: Any) -> Any:
-        times = Roofline().step_times(ranks, plan, cluster)
+        times = Roofline(efficiency=0.5).step_times(ranks, plan, cluster)
         return tuple(StepTime(**{part: 2 * s for part, s in time.parts.items()}) for time in times)
 
 
-@pytest.mark.parametrize("model", [Roofline(efficiency=0.7), Twice()])
+@pytest.mark.parametrize("model", [Measured(flash_2=True), Roofline(efficiency=0.7), Twice()])
 def test_plans_are_ranked_by_the_time_model_that_is_given(model: Any):
     job: dict[str, Any] = {"cluster": "4xh100-sxm", "global_batch": 8, "seq_len": 32, "schedule": "1f1b"}
     found = searched(LLAMA, keep=5, time_model=model, **job)

@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+import numpy as np
+
 from memplan import Cluster, Model, cluster, preset
 from memplan.checks import LARGEST_BYTES as LARGEST_GPU_BYTES
 from memplan.checks import checked_count
@@ -21,6 +23,7 @@ from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
 from memplan.hardware import Verdict
 from memplan.text_tables import printable, text_table
+from memplan.time.step import Measured
 from memplan.units import GiB
 from validate.records import read_records
 from validate.shipped import data_folder
@@ -104,6 +107,15 @@ class Compared:
     predicted_bytes: int | None = None
     verdict: Verdict | None = None
     nogpu_bytes: int | None = None
+    published_s: float | None = None
+    predicted_s: float | None = None
+
+    @property
+    def time_error(self) -> float | None:
+        """predicted / published seconds of a step - 1; None where no rate is published or predicted."""
+        if self.published_s is None or self.predicted_s is None:
+            return None
+        return self.predicted_s / self.published_s - 1
 
     @property
     def source(self) -> str:
@@ -150,6 +162,9 @@ class Compared:
             "predicted_bytes": self.predicted_bytes,
             "nogpu_bytes": self.nogpu_bytes,
             "error": self.error,
+            "published_s": self.published_s,
+            "predicted_s": self.predicted_s,
+            "time_error": self.time_error,
             "ran": self.ran,
             "verdict": self.verdict,
         }
@@ -211,9 +226,21 @@ def _bytes(peak_gib: str) -> int:
 
 
 def comparable_estimate(row: Row) -> Estimate:
-    """memplan's estimate of a row's plan, which it can express."""
+    """memplan's estimate of a row's plan, which it can express.
+
+    The releases of torch that these rows ran with choose FlashAttention 2 on every GPU.
+    """
     model = MODELS[row["model"]]
-    return estimate(model, implementation=IMPLEMENTATION, cluster=_cluster(row), **_plan(row))
+    found = estimate(model, implementation=IMPLEMENTATION, cluster=_cluster(row), **_plan(row))
+    return replace(found, time_model=Measured(flash_2=True))
+
+
+def _published_s(row: Row, e: Estimate) -> float | None:
+    """Seconds of a step: its tokens over the published rate of all GPUs."""
+    rate = row["tokens_per_s_per_gpu"]
+    if not rate or e.cluster is None:
+        return None
+    return e.plan.global_batch * e.plan.seq_len / (float(rate) * e.cluster.n_gpus)
 
 
 def _compared(row: Row) -> Compared:
@@ -230,6 +257,8 @@ def _compared(row: Row) -> Compared:
         predicted_bytes=_held_bytes(row, e),
         verdict=e.verdict,
         nogpu_bytes=_nogpu_bytes(row),
+        published_s=_published_s(row, e),
+        predicted_s=e.step_s,
     )
 
 
@@ -327,7 +356,7 @@ def table(rows: Sequence[Compared]) -> str:
     for source in sources:
         its = [c for c in rows if c.source == source]
         parts += [_memory(source, its), _verdicts(source, its)]
-    parts += [_reasons(rows), _summary(rows)]
+    parts += [_times(rows), _reasons(rows), _summary(rows)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -355,6 +384,30 @@ def _verdicts(source: str, rows: Iterable[Compared]) -> str:
         if c.plan and c.error is None
     ]
     return f"{source}: ran or not\n{text_table(cells, '<<<<<', flexible=[1])}" if len(cells) > 1 else ""
+
+
+def _times(rows: Iterable[Compared]) -> str:
+    """Seconds of a step beside published ones: for each source, GPU and what else its rows did."""
+    groups: dict[tuple[str, str, str], list[Compared]] = {}
+    for c in rows:
+        if c.time_error is not None:
+            groups.setdefault((c.source, c.row["gpu"], "+".join(c.differences)), []).append(c)
+    cells = [("step times", "GPU", "but for", "rows", "median", "largest", "in order")]
+    for (source, gpu, beside), own in groups.items():
+        errors = [abs(c.time_error or 0.0) for c in own]
+        cells.append(
+            (source, gpu, beside, str(len(own)), f"{median(errors):.1%}", f"{max(errors):.1%}", _order(own))
+        )
+    return text_table(cells, "<<<>>>>", flexible=[1]) if len(cells) > 1 else ""
+
+
+def _order(rows: Sequence[Compared]) -> str:
+    """The rank correlation of predicted and published seconds; empty for fewer than three rows."""
+    if len(rows) < 3:
+        return ""
+    seconds = np.array([[c.predicted_s, c.published_s] for c in rows], np.float64)
+    ranks = np.argsort(np.argsort(seconds, axis=0), axis=0)
+    return f"{np.corrcoef(ranks[:, 0], ranks[:, 1])[0, 1]:.2f}"
 
 
 def _reasons(rows: Iterable[Compared]) -> str:

@@ -16,7 +16,7 @@ from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.mesh import AXES, VIEWS, Group, axis_names
 from memplan.models import Model
 from memplan.plan import Plan, Rank
-from memplan.record import CollectiveKind, Stretch
+from memplan.record import CollectiveKind, Compute, Stretch
 from memplan.registry import Registry
 from memplan.replay import AllocatorProgram
 from memplan.shapes import Buffer
@@ -122,15 +122,15 @@ class RankRecord:
 class Costs(NamedTuple):
     """Costs of a part of the model on one tensor rank, for one micro-batch.
 
-    Elements of its trained weights; FLOPs of its forward pass, or of the part that is recomputed, and of its
-    backward pass without that; bytes sent over the tensor axis in both passes; bytes that the forward pass
-    saves for the backward pass. An engine gives numbers; a search turns them into functions of the
-    micro-batch, and into arrays over plans.
+    Elements of its trained weights; what its forward pass computes, or the part of it that is recomputed,
+    and what both passes compute without that; bytes sent over the tensor axis in both passes; bytes that the
+    forward pass saves for the backward pass. An engine gives numbers; a search turns them into functions of
+    the micro-batch, and into arrays over plans.
     """
 
     elements: Any
-    flops: Any
-    backward_flops: Any
+    computed: tuple[Compute, ...]
+    of_passes: tuple[Compute, ...]
     sent_bytes: Any
     saved_bytes: Any
 

@@ -125,16 +125,16 @@ def _recorded(
     blocks = {BlockKind(kind, recompute): _block(part, kind, entry, known[kind]) for kind in kinds}
     return Trace(
         cast_inputs=part["inputs"],
-        embed=part["embed"],
-        head=head,
-        loss=after_head,
+        embed=_with_memory(part["embed"], "forward"),
+        head=_with_memory(head, "forward"),
+        loss=_with_memory(after_head, "forward"),
         embed_casts=part["embed_casts"],
         head_casts=part["head_casts"],
-        head_backward=Segment((*loss.events, *part["head_backward"].events)),
+        head_backward=_with_memory(Segment((*loss.events, *part["head_backward"].events)), "backward"),
         n_loss_backward=len(loss.events),
         ends=_ends(recording, starts, whole, part),
         blocks=blocks,
-        embed_backward=part["embed_backward"],
+        embed_backward=_with_memory(part["embed_backward"], "backward"),
         end_of_backward=part["end"],
         end_of_forward=part.get("end_of_forward", EMPTY),
         release=part.get("release", EMPTY),
@@ -151,6 +151,28 @@ def _recorded(
         entry_requires_grad=recording.entry_requires_grad or not model.n_layers or not first,
         has_blocks=model.n_layers > 0,
     )
+
+
+def _with_memory(segment: Segment, phase: Phase) -> Segment:
+    """The segment, and what its kernels beside products move: three times what they allocate.
+
+    A trace does not say what a kernel reads. Assumes: twice what it writes, as the gradient of an activation
+    does, which reads the incoming gradient and a saved tensor.
+    Neglects: in a backward pass, what of it is recomputation.
+    """
+    written: list[int] = []
+    for event in segment.events:
+        if isinstance(event, Alloc):
+            written.append(event.buffer.n_bytes)
+        elif isinstance(event, Compute) and written:
+            written.pop()  # the result of a product
+    if not written:
+        return segment
+    moved = Compute(
+        kind=ComputeKind.MEMORY, phase=phase, flops=0, shape=(), dtype=UINT8,
+        moved_bytes=3 * sum(written), n_kernels=len(written),
+    )  # fmt: skip
+    return Segment((*segment.events, moved))
 
 
 def _backward_of(kinds: Iterable[str]) -> list[str]:
@@ -206,10 +228,10 @@ def _block(part: Mapping[str, Segment], kind: str, entry: str, parameters: tuple
     first = [part[f"entry{suffix}"] for suffix in SUFFIXES] if kind == entry else others
     forward, casts, backward = others if any(each.events for each in others) else first
     return Block(
-        forward=forward,
-        backward=backward,
-        entry=first[0],
-        entry_backward=first[2],
+        forward=_with_memory(forward, "forward"),
+        backward=_with_memory(backward, "backward"),
+        entry=_with_memory(first[0], "forward"),
+        entry_backward=_with_memory(first[2], "backward"),
         entry_casts=first[1],
         casts=casts,
         parameters=parameters,

@@ -158,6 +158,7 @@ class Marks:
 
     def segment(self) -> Segment:
         """The tape's events since the last segment."""
+        self.tape.end_stretch()
         events = self.tape.events[self.n_events :]
         self.n_events = len(self.tape.events)
         return Segment(tuple(events))

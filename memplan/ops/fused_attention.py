@@ -195,6 +195,7 @@ def _attended(
     shapes, dtype = (q.shape, k.shape, v.shape, *of_mask), q.dtype
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad.tape.fused()
         grads = tuple([grad.tape.new("grad", shape, dtype) for shape in shapes])
         backward_scratch(grad.tape)
         return grads

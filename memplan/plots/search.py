@@ -65,7 +65,7 @@ def front(found: "pandas.DataFrame") -> "Figure":
     if (budget := found.attrs.get("budget_bytes")) is not None:
         axes.axvline(budget / GiB, label=f"budget {human_bytes(budget)}", **DASHED)
     axes.set_xlabel("most that a GPU holds (GiB)")
-    axes.set_ylabel("tokens per second and GPU (roofline)")
+    axes.set_ylabel("tokens per second and GPU (predicted)")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.margins(y=0.12)
     axes.set_xlim(left=0)
@@ -82,7 +82,7 @@ def _subtitle(found: "pandas.DataFrame") -> str:
     return (
         f"{asked.get('model', '')} on {asked.get('cluster', '')}, {jobs} tokens a step; the best kept of "
         f"{asked.get('n_plans', len(found)):,} plans\n"
-        f"bars: the interval of bytes that a verdict hangs on; times are a roofline\n{asked.get('trust', '')}"
+        f"bars: the interval of bytes that a verdict hangs on\n{asked.get('trust', '')}"
     )
 
 

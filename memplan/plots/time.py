@@ -23,7 +23,7 @@ SECONDS: Final[Mapping[str, Swatch]] = {
     "bubble_s": Swatch("bubble", "white", edge="0.6", hatch="////"),
     "update_s": Swatch("update", "#009E73", ink="white"),
 }
-"""The parts of `memplan.steptime.StepTime`: blue computes, warm waits for others, green updates."""
+"""The parts of `memplan.time.step.StepTime`: blue computes, warm waits for others, green updates."""
 
 PASSES: Final[Mapping[str, tuple[Swatch, Swatch]]] = {
     "forward": (

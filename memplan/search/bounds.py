@@ -2,7 +2,7 @@
 
 Both are arrays over a grid's plans, computed from the costs of one block and of a model's ends for a few
 micro-batch sizes, traced once for each degree of tensor parallelism. They state no rule of their own: traces
-give FLOPs, bytes and collectives, `memplan.steptime` turns work into seconds.
+give operations, bytes and collectives, `memplan.time.step` says what they cost at least.
 
 Why they hold. Time: a pipeline's slowest rank works no less than the average one, and each part of a step's
 time is convex in the work, so the average rank's work takes no longer. Memory: the first rank of a pipeline
@@ -25,21 +25,21 @@ from numpy.typing import NDArray
 from memplan.device import Device
 from memplan.engines.base import ENGINES, Costs, DataParallelism, PartCosts
 from memplan.hardware import Cluster
-from memplan.mesh import DIVIDING, Group, with_several
+from memplan.mesh import DIVIDING, HOST, Group, with_several
 from memplan.models import Layers, Model, divided
 from memplan.orders import Stages
 from memplan.plan import N_MOMENTS, RECOMPUTES, Plan, stage_layers
 from memplan.record import Overlap
 from memplan.schedules import SCHEDULES, Schedule, first_under_way
 from memplan.search.plans import NO_LIMIT, Column, Grid, number_of, unchecked, value_of
-from memplan.steptime import (
-    Roofline,
+from memplan.time.step import (
+    Priced,
+    Prices,
     Work,
     bubble_s,
     busy_s,
     links_used,
     parts_s,
-    rates_of,
     update_bytes,
 )
 
@@ -233,10 +233,26 @@ class _Plans:
         """A figure of a part, with a cell's micro-batch."""
         return self.for_micro_batch(lambda costs: getattr(_costs_of(part, costs), figure))
 
-    def for_micro_batch(self, figure: Callable[[PartCosts], int]) -> Any:
+    def computed_s(self, part: Part, prices: Prices) -> Any:
+        """The least seconds of a part's forward pass, or of what is recomputed of it."""
+        return self.for_micro_batch(
+            lambda costs: sum([prices.operation_s(e)[0] for e in _costs_of(part, costs).computed])
+        )
+
+    def backward_s(self, part: Part, prices: Prices) -> Any:
+        """The least seconds of a part's backward pass without recomputation."""
+
+        def seconds(costs: PartCosts) -> float:
+            events = _costs_of(part, costs).of_passes
+            return sum([prices.operation_s(e)[e.phase == "forward"] for e in events])
+
+        return self.for_micro_batch(seconds)
+
+    def for_micro_batch(self, figure: Callable[[PartCosts], float]) -> Any:
         """A figure at each cell's micro-batch: on a line through its values for two and for three.
 
-        A single sequence has a value of its own because PyTorch copies less of it: its heads are contiguous.
+        So it is no more than the figure, where that is convex. A single sequence has a value of its own
+        because PyTorch copies less of it: its heads are contiguous.
         """
         traced = np.array([[figure(costs) for costs in each] for each in self._costs])
         one, two, three = traced[self._part].T[..., None]
@@ -289,7 +305,7 @@ Bounds = tuple[Bytes, Seconds]
 """Lower bounds of each plan's bytes and seconds in a grid: arrays that broadcast to its shape."""
 
 
-def bounds(model: Model, grid: Grid, cluster: Cluster, time_model: Roofline) -> Bounds:
+def bounds(model: Model, grid: Grid, cluster: Cluster, time_model: Priced) -> Bounds:
     """The bounds of a grid's plans: 0 where an engine gives none."""
     least_bytes, least_s = np.zeros(grid.shape), np.zeros(grid.shape)
     if ENGINES.named(grid.base.engine).gives_bounds:
@@ -320,28 +336,32 @@ def _numbered(*columns: Column) -> tuple[list[tuple[int, ...]], Column]:
     return list(zip(*different, strict=True)), place.ravel()
 
 
-def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
+def _least_s(plans: _Plans, cluster: Cluster, time_model: Priced) -> Seconds:
     """A lower bound of each plan's step time in seconds; infinite where a rate is missing."""
-    known = _has_rates(plans, cluster)
+    known = _has_rates(plans, cluster, time_model)
     if not known.any():
         return np.full((len(known), 1), inf)
     m, pp, v = plans.m, plans.pp, plans.virtual_stages
-    forward_flops, backward_flops = (
-        sum([n * plans.of(name, block) for n, block, _ in plans.runs]) + plans.of(name, "head")
-        for name in ("flops", "backward_flops")
+    prices = time_model.prices(plans.plan, cluster, least=True)
+    ends = "embedding", "head"
+    forward_s, backward_s = (
+        sum([n * of(block, prices) for n, block, _ in plans.runs]) + sum([of(end, prices) for end in ends])
+        for of in (plans.computed_s, plans.backward_s)
     )
-    again: Any = sum([plans.recomputed(block.kind) * plans.of("flops", block) for _, _, block in plans.runs])
+    again: Any = sum(
+        [plans.recomputed(block.kind) * plans.computed_s(block, prices) for _, _, block in plans.runs]
+    )
     data = plans.data_parallelism(plans.all_elements / pp)
     updated = data.updated_bytes
     work = Work(
-        forward_flops=m * forward_flops / pp,
-        backward_flops=m * backward_flops / pp,
-        recomputed_flops=m * again / pp,
-        sent=_sent(plans, data),
+        forward_s=m * forward_s / pp,
+        backward_s=m * backward_s / pp,
+        recomputed_s=m * again / pp,
+        sent_s=_sent_s(plans, data, prices),
         reducing=data.reducing,
-        moved_bytes=update_bytes(updated, updated, N_MOMENTS[plans.base.optimizer] * updated),
+        update_s=prices.moved_s(update_bytes(updated, updated, N_MOMENTS[plans.base.optimizer] * updated)),
     )
-    found = parts_s(work, rates_of(plans.plan, cluster), time_model.efficiency)
+    found = parts_s(work)
     fraction = np.empty(m.shape)
     for number in np.unique(plans.schedule).tolist():
         own = plans.schedule == number
@@ -351,8 +371,8 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Roofline) -> Seconds:
     return np.where(known, total * (1 - ROUNDING), inf)
 
 
-def _sent(plans: _Plans, data: DataParallelism) -> dict[Overlap, Any]:
-    """Bytes that the average rank sends, in the form of `Work.sent`."""
+def _sent_s(plans: _Plans, data: DataParallelism, prices: Prices) -> dict[Overlap, Any]:
+    """The least seconds in which the average rank sends its bytes, in the form of `Work.sent_s`."""
     over_tp = plans.of("sent_bytes", "embedding") + plans.of("sent_bytes", "head")
     for n, block, recomputed in plans.runs:
         plain, again = plans.of("sent_bytes", block), plans.of("sent_bytes", recomputed)
@@ -367,16 +387,20 @@ def _sent(plans: _Plans, data: DataParallelism) -> dict[Overlap, Any]:
         "compute": data.gathers,
     }
     return {
-        overlap: {group: np.maximum(0, n_bytes - ROUNDED_BYTES) for group, n_bytes in sent.items()}
+        overlap: {
+            group: prices.least_sent_s(group, np.maximum(0, n_bytes - ROUNDED_BYTES))
+            for group, n_bytes in sent.items()
+            if group != HOST
+        }
         for overlap, sent in every_kind.items()
     }
 
 
-def _has_rates(plans: _Plans, cluster: Cluster) -> NDArray[np.bool_]:
-    """Whether each cell's rates are known, as `Roofline.missing` says of one plan."""
+def _has_rates(plans: _Plans, cluster: Cluster, time_model: Priced) -> NDArray[np.bool_]:
+    """Whether each cell's rates are known, as `Priced.missing` says of one plan."""
     known = np.ones(plans.m.shape, np.bool_)
     one = unchecked(plans.base, dp=1, dp_replicate=1, tp=1, pp=1, cp=1, ep=1, offload=False)
-    if plans.offload or Roofline().missing(one, cluster):
+    if plans.offload or time_model.missing(one, cluster):
         return ~known
     links = cluster.intra_node.bytes_per_s, cluster.inter_node.bytes_per_s
     if not all(links):

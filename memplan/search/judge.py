@@ -22,7 +22,7 @@ from memplan.plan import Plan
 from memplan.search.bounds import Bounds, bounds
 from memplan.search.plans import Grid, number_of
 from memplan.search.pool import SIMPLER, Keys, Pool
-from memplan.steptime import Roofline, TimeModel
+from memplan.time.step import Priced, Roofline, TimeModel
 
 OBJECTIVES: Final = {
     "speed": ("step_s", "peak_bytes"),
@@ -78,8 +78,8 @@ class Judge:
 
     def __init__(self, model: Model, cluster: Cluster, time_model: TimeModel, slack_bytes: int = 0) -> None:
         self.model, self.cluster, self.time_model = model, cluster, time_model
-        self.fastest = time_model if isinstance(time_model, Roofline) else Roofline(efficiency=1)
-        """A roofline that is a lower bound of every step time."""
+        self.fastest = time_model if isinstance(time_model, Priced) else Roofline(efficiency=1)
+        """A time model that is a lower bound of every step time, and whose own lower bounds are known."""
         budget, usable = (inf if n is None else n for n in (cluster.budget_bytes, cluster.gpu.usable_bytes))
         outside = [outside_allocator(n) for n in range(len(axis_names()) + 2 * len(VIEWS) + 2)]
         self._room = np.array([budget - slack_bytes - each.high_bytes for each in outside], np.float64)

@@ -5,7 +5,7 @@ from typing import Literal, TypedDict
 
 from memplan.hardware import Link
 from memplan.plan import Optimizer, Recompute
-from memplan.steptime import TimeModel
+from memplan.time.step import TimeModel
 
 Objective = Literal["speed", "memory", "micro_batch", "front", "gpus", "seq_len"]
 

@@ -43,8 +43,8 @@ from memplan.search.pool import Pool
 from memplan.search.rules import NOT_REFUSED
 from memplan.search.space import Ruled, Space
 from memplan.search.table import search_dict, search_frame
-from memplan.steptime import Roofline, TimeModel
 from memplan.text_tables import html_text
+from memplan.time.step import Measured, TimeModel
 
 if TYPE_CHECKING:
     import pandas
@@ -97,7 +97,7 @@ class Found:
     refused_by: Mapping[str, int] = field(default_factory=dict)
     objective: str = "speed"
     keep: int | None = None
-    time_model: TimeModel = field(default_factory=Roofline)
+    time_model: TimeModel = field(default_factory=Measured)
     left_out: tuple[str, ...] = ()
     again: Callable[[int], "Found"] | None = field(default=None, repr=False, compare=False)
 
@@ -224,8 +224,8 @@ def search(
             with the best bounds, or, if no plan is within the budget, the ones that exceed it least.
         tp_across_nodes: whether the ranks of a tensor axis may be on several nodes, which is slow: by default
             they are on one.
-        time_model: turns counted work into seconds; left out, `memplan.steptime.Roofline()`. Another one must
-            give each step at least the seconds of a roofline at the full peak rates.
+        time_model: turns counted work into seconds; left out, `memplan.time.step.Measured()`. One of your own
+            must give each step at least the seconds of a roofline at the full peak rates.
         progress: called now and then with the number of plans seen.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
@@ -248,7 +248,7 @@ def search(
         `device_low_bytes` and `device_high_bytes`, on which the verdict hangs (None where what is allocated
         is too much already); `peak_bytes`, `over_bytes` (allocated beyond what is usable), `rest_bytes`,
         `worst_stage`, `when`;
-        `step_s`, `tokens_per_s`, `tokens_per_s_per_gpu`, `mfu` (rough: `memplan.steptime`); `command`, the
+        `step_s`, `tokens_per_s`, `tokens_per_s_per_gpu`, `mfu` (rough: `memplan.time.step`); `command`, the
         `memplan estimate` line of the plan. Equally good plans stand with the simpler first. `attrs` has the
         numbers of plans: `n_plans`, `n_within` (the budget by what they allocate), `n_beyond`, `n_slower`
         (left out as worse than all that are shown), `n_refused`, and `refused_by`, how many of each kind;
@@ -283,7 +283,7 @@ def searched(
     how: dict[str, Any] = {
         "keep": None if keep is None else checked_count("keep", keep),
         "tp_across_nodes": checked_flag("tp_across_nodes", asked.pop("tp_across_nodes", False)),
-        "time_model": Roofline() if time_model is None else time_model,
+        "time_model": Measured() if time_model is None else time_model,
         "progress": asked.pop("progress", None),
     }
     seq_len = asked.pop("seq_len", None)

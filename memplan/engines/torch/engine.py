@@ -12,7 +12,7 @@ from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.sharding import padding_note
 from memplan.engines.torch.stage import RankStages, Stage, StageKind
 from memplan.engines.torch.step import Player
-from memplan.engines.trace import EMPTY, Block, Segment
+from memplan.engines.trace import Block, Segment
 from memplan.hardware import gpu
 from memplan.mesh import AXES, VIEWS
 from memplan.models import Layers, Model, TracedModel, counted_weights
@@ -119,21 +119,24 @@ class TorchEngine(Engine):
         trace = traces[0]
 
         def costs(
-            parameters: Sequence[Parameter], forward: Sequence[Segment], backward: Segment, flops: Segment
+            parameters: Sequence[Parameter],
+            forward: Sequence[Segment],
+            backward: Segment,
+            computing: Sequence[Segment],
         ) -> Costs:
             events = [e for each in (*forward, backward) for e in each.events]
             sent = [e for e in events if isinstance(e, Collective) and e.axis == "tp"]
-            computed = [e for e in flops.events if isinstance(e, Compute)]
+            computed = [e for each in computing for e in each.events if isinstance(e, Compute)]
             return Costs(
                 elements=sum([p.n_elements for p in parameters if p.requires_grad]),
-                flops=sum([e.flops for e in computed if e.phase != "backward"]),
-                backward_flops=sum([e.backward_flops for e in events if isinstance(e, Compute)]),
+                computed=tuple([e for e in computed if e.phase != "backward"]),
+                of_passes=tuple([e for e in events if isinstance(e, Compute) and e.phase != "recompute"]),
                 sent_bytes=sum([self.wire_bytes(e.kind, e.payload_bytes, plan.tp) for e in sent]),
                 saved_bytes=sum([each.stretch("").net_bytes for each in forward]),
             )
 
-        def block_costs(block: Block, flops: Segment) -> Costs:
-            return costs(block.parameters, (block.forward, block.casts), block.backward, flops)
+        def block_costs(block: Block, computing: Segment) -> Costs:
+            return costs(block.parameters, (block.forward, block.casts), block.backward, [computing])
 
         blocks = [block for each in traces for block in each.blocks.items()]
         plain = {kind.kind: block for kind, block in blocks if kind.recompute == "none"}
@@ -141,8 +144,8 @@ class TorchEngine(Engine):
         embedding = trace.embed, trace.embed_casts
         head = trace.head, trace.head_casts, trace.loss
         return PartCosts(
-            embedding=costs(trace.embed_parameters, embedding, trace.embed_backward, EMPTY),
-            head=costs(trace.head_parameters, head, trace.head_backward, trace.head),
+            embedding=costs(trace.embed_parameters, embedding, trace.embed_backward, embedding),
+            head=costs(trace.head_parameters, head, trace.head_backward, head),
             blocks={kind: block_costs(block, block.forward) for kind, block in plain.items()},
             recomputed={kind: block_costs(block, block.backward) for kind, block in again.items()},
             boundary_bytes=trace.boundary.n_bytes,

@@ -1,11 +1,10 @@
-"""How long a step takes: a rough roofline, which a calibrated `TimeModel` can replace.
+"""How long a step takes: what its record counts, at prices that were measured, or at a roofline's.
 
-FLOPs and bytes are counted from the record of the step, rates come from datasheets, and the only other
-constant is `EFFICIENCY`. Where a rate is not known there is no step time, and `missing` says why. Numeric
-arguments are Python numbers or NumPy arrays over plans.
+Where a rate is not known there is no step time, and `missing` says why. Numeric arguments are Python numbers
+or NumPy arrays over plans.
 """
 
-from collections import Counter
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
@@ -26,16 +25,15 @@ from memplan.mesh import HOST, Count, Group, inner_first, sends_along, waits_of
 from memplan.orders import LAST_PARTS
 from memplan.plan import Plan
 from memplan.record import Compute, Counts, Overlap, Pass
+from memplan.time.collectives import best_bytes_per_s, crosses_nodes, lines, ranks_in_a_node
+from memplan.time.operations import operations_of
 from memplan.traffic import CollectiveTotal
 
 Quantity: TypeAlias = float | npt.NDArray[Any]
 """A number, or one for each of many plans."""
 
-EFFICIENCY: Final = 0.5
-"""The fraction of the peak rate at which matrix products are taken to run: a policy, not a measurement."""
-
-RATES: Final = "steptime.toml"
-"""The table of how far published rates are from the roofline's."""
+RATES: Final = "time/step.toml"
+"""The table of how far published rates are from those of `Measured`."""
 
 
 def added(seconds: Iterable[Quantity]) -> Quantity:
@@ -188,31 +186,6 @@ def reducing_share(counts: Counts) -> float:
 # --- Traffic ----------------------------------------------------------------------------------------------
 
 
-def crosses_nodes(n_ranks: Count, stride: Count, gpus_per_node: Count) -> npt.NDArray[np.bool_]:
-    """Whether any group of an axis has ranks on more than one node; ranks fill nodes in mesh order.
-
-    A group's members are `stride` ranks apart, so the groups that interleave make a row of n x stride ranks.
-    No row crosses the end of a node if its length divides the GPUs of a node.
-
-    >>> bool(crosses_nodes(8, 1, 8)), bool(crosses_nodes(2, 8, 8)), bool(crosses_nodes(3, 1, 8))
-    (False, True, True)
-    """
-    crosses: npt.NDArray[np.bool_] = np.not_equal(gpus_per_node % (n_ranks * stride), 0)
-    return crosses & np.greater(n_ranks, 1)
-
-
-def ranks_in_a_node(n_ranks: Count, stride: Count, gpus_per_node: Count) -> npt.NDArray[np.int64]:
-    """The fewest members of a group that share a node: max(1, gcd(n stride, node) / stride).
-
-    Rows of n x stride ranks (see `crosses_nodes`) begin at multiples of gcd(n stride, node) within a node.
-
-    >>> [int(ranks_in_a_node(n, stride, 8)) for n, stride in ((64, 1), (8, 2), (2, 8), (3, 1), (8, 3))]
-    [8, 4, 1, 1, 2]
-    """
-    members: npt.NDArray[np.int64] = np.maximum(1, np.gcd(n_ranks * stride, gpus_per_node) // stride)
-    return members
-
-
 def ring_bytes_per_s(
     n_ranks: Count, stride: Count, gpus_per_node: Count, intra_node: float, inter_node: float
 ) -> Quantity:
@@ -332,44 +305,23 @@ def peak_flops_per_s(plan: Plan, cluster: Cluster) -> float | None:
     return rate
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """FLOPs at a fraction of the peak rate, bytes at the slowest link's rate, the bubble in closed form.
-
-    Attributes:
-        efficiency: the fraction of the peak dense rate at which matrix products run, above 0, at most 1.
-
-    Assumes: links and memory at their stated peak.
-    Neglects: latency; a rank may reduce and update while others still drain the pipeline.
-
-    Raises:
-        InvalidValue: an efficiency outside (0, 1].
-    """
-
-    efficiency: float = EFFICIENCY
-
-    def __post_init__(self) -> None:
-        if checked_positive("efficiency", self.efficiency) > 1:
-            raise InvalidValue(
-                f"efficiency={self.efficiency} is more than the peak rate; use a number above 0, at most 1."
-            )
+class Priced(ABC):
+    """A time model whose seconds are sums over what a record counts, so that a search can bound them."""
 
     @property
+    @abstractmethod
     def label(self) -> str:
         """How far to trust its seconds, in a sentence."""
-        policy = f"Times are a roofline with products at {self.efficiency:.0%} of the peak rate, a policy; "
-        if self.band is None:
-            return f"{policy}no run has confirmed them."
-        low, high, n_runs = self.band
-        return f"{policy}{n_runs} published runs had {low} to {high} times its rate."
 
     @property
+    @abstractmethod
     def band(self) -> Band | None:
-        """The band of the published runs of `steptime.toml`; None with another efficiency."""
-        found = toml_table(RATES)["band"]
-        known = Band(found["low"], found["high"], found["n_runs"])
-        return known if self.efficiency == EFFICIENCY else None
+        """The band of the published runs of `step.toml`; None: not compared."""
+
+    @abstractmethod
+    def prices(self, plan: Plan, cluster: Cluster, *, least: bool = False) -> "Prices":
+        """What operations and traffic of a plan, or of many, cost; `least`: at least (`Prices`)."""
 
     def missing(self, plan: Plan, cluster: Cluster | None) -> tuple[str, ...]:
         """Why there is no step time: the rates that are not known."""
@@ -383,7 +335,82 @@ class Roofline:
         """
         if missing := self.missing(plan, cluster):
             raise InvalidValue(f"there is no step time: {'; '.join(missing)}; use a Cluster that states it.")
-        return tuple(_step_times(ranks, plan, cluster, self.efficiency))
+        return tuple(_step_times(ranks, plan, self.prices(plan, cluster)))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Priced):
+    """Each operation and collective takes as long as was measured on GPUs (`memplan.time`).
+
+    Attributes:
+        flash_2: whether attention is FlashAttention 2's, also where torch 2.13 chooses a faster kernel.
+
+    Assumes: one kernel after the other on the compute stream, and clocks as over hours of training.
+    Neglects: the host's own time per operation; a rank may reduce and update while others drain the pipeline.
+    """
+
+    flash_2: bool = False
+
+    @property
+    def label(self) -> str:
+        """How far to trust its seconds, in a sentence."""
+        band = self.band
+        return (
+            "Times add up products, attention, memory traffic and collectives as others measured them on "
+            f"GPUs; {band.n_runs} published runs had {band.low} to {band.high} times the rate."
+        )
+
+    @property
+    def band(self) -> Band:
+        """The band of the published runs of `step.toml`."""
+        found = toml_table(RATES)["band"]
+        return Band(found["low"], found["high"], found["n_runs"])
+
+    def prices(self, plan: Plan, cluster: Cluster, *, least: bool = False) -> "Prices":
+        """What operations and traffic of a plan, or of many, cost."""
+        return MeasuredPrices(plan, cluster, least=least, flash_2=self.flash_2)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline(Priced):
+    """FLOPs at a fraction of the peak rate, bytes at the slowest link's rate, the bubble in closed form.
+
+    Attributes:
+        efficiency: the fraction of the peak dense rate at which matrix products run, above 0, at most 1.
+
+    Assumes: links and memory at their stated peak.
+    Neglects: what is no product; latency; a rank may reduce and update while others drain the pipeline.
+
+    Raises:
+        InvalidValue: an efficiency outside (0, 1].
+    """
+
+    efficiency: float
+
+    def __post_init__(self) -> None:
+        if checked_positive("efficiency", self.efficiency) > 1:
+            raise InvalidValue(
+                f"efficiency={self.efficiency} is more than the peak rate; use a number above 0, at most 1."
+            )
+
+    @property
+    def label(self) -> str:
+        """How far to trust its seconds, in a sentence."""
+        return (
+            f"Times are a roofline with products at {self.efficiency:.0%} of the peak rate, as you said; no "
+            "run has confirmed them."
+        )
+
+    @property
+    def band(self) -> None:
+        """None: no run was compared."""
+        return None
+
+    def prices(self, plan: Plan, cluster: Cluster, *, least: bool = False) -> "Prices":
+        """What operations and traffic of a plan, or of many, cost."""
+        return RooflinePrices(plan, cluster, self.efficiency)
 
 
 def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
@@ -447,97 +474,169 @@ class GroupRates(dict[Group, Quantity]):
         return self[group]
 
 
-def _step_times(
-    ranks: Sequence[RankWork], plan: Plan, cluster: Cluster, efficiency: float
-) -> Iterator[StepTime]:
-    share, rates = updated_share(plan.zero, plan.dp), rates_of(plan, cluster)
+class Prices(ABC):
+    """What the operations and the traffic of a plan, or of many, cost in seconds."""
+
+    @abstractmethod
+    def operation_s(self, event: Compute) -> tuple[float, float]:
+        """Seconds of a computation itself, and of the backward pass that it stands for.
+
+        At least: a function that is convex in the micro-batch, and never above the seconds.
+        """
+
+    @abstractmethod
+    def collectives_s(self, total: CollectiveTotal) -> float:
+        """Seconds of all collectives of a kind, axis and purpose."""
+
+    @abstractmethod
+    def least_sent_s(self, group: Group, n_bytes: Quantity) -> Quantity:
+        """The least seconds in which a rank sends bytes among a group of ranks."""
+
+    @abstractmethod
+    def moved_s(self, n_bytes: Quantity) -> Quantity:
+        """Seconds in which the GPU's memory is read or written."""
+
+
+@final
+class RooflinePrices(Prices):
+    """FLOPs at a fraction of the peak rate, bytes at stated rates; unknown rates are infinite."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, efficiency: float) -> None:
+        self.flops_per_s = peak_flops_per_s(plan, cluster) or inf
+        self.efficiency = efficiency
+        self.memory_bytes_per_s = cluster.gpu.memory_bytes_per_s or inf
+        self.bytes_per_s = GroupRates(plan, cluster)
+
+    def operation_s(self, event: Compute) -> tuple[float, float]:
+        """Seconds of its FLOPs, and of those of its backward pass, at the fraction of the peak rate."""
+        own = event.backward_flops if event.phase == "backward" else event.flops
+        grads = event.backward_flops if event.phase == "forward" else 0
+        each = (float(compute_s(n, self.flops_per_s, self.efficiency)) for n in (own, grads))
+        return next(each), next(each)
+
+    def collectives_s(self, total: CollectiveTotal) -> float:
+        """Seconds of the bytes that the rank sends, at the slowest link's rate."""
+        return float(self.least_sent_s(total.axis, total.wire_bytes))
+
+    def least_sent_s(self, group: Group, n_bytes: Quantity) -> Quantity:
+        """Seconds of bytes at the slowest link's rate."""
+        return n_bytes / self.bytes_per_s[group]
+
+    def moved_s(self, n_bytes: Quantity) -> Quantity:
+        """Seconds of bytes at the stated rate of the memory."""
+        return n_bytes / self.memory_bytes_per_s
+
+
+@final
+class MeasuredPrices(Prices):
+    """What was measured on GPUs (`memplan.time.operations`, `memplan.time.collectives`)."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, *, least: bool, flash_2: bool) -> None:
+        self.mesh, self.cluster = plan.mesh, cluster
+        self.operations = operations_of(cluster.gpu, plan.formats.matmul, least, flash_2)
+        self._rates: dict[Group, Quantity] = {}
+
+    def operation_s(self, event: Compute) -> tuple[float, float]:
+        """Seconds of a computation itself, and of the backward pass that it stands for."""
+        return self.operations.seconds(event)
+
+    def collectives_s(self, total: CollectiveTotal) -> float:
+        """Seconds of equal collectives: each of the mean size of all."""
+        group, n = total.axis, total.calls
+        protocols = lines(self.cluster, total.kind, self.mesh.size(group), self.mesh.stride(group))
+        return n * min([line.us(total.wire_bytes / n) for line in protocols]) * 1e-6
+
+    def least_sent_s(self, group: Group, n_bytes: Quantity) -> Quantity:
+        """Seconds of bytes at the rate of the fastest protocol of any operation, without latency."""
+        if group not in self._rates:
+            n, stride = self.mesh.size(group), self.mesh.stride(group)
+            self._rates[group] = best_bytes_per_s(self.cluster, n, stride)
+        return n_bytes / self._rates[group]
+
+    def moved_s(self, n_bytes: Quantity) -> Quantity:
+        """Seconds of bytes at the rate of the memory that products reached."""
+        return n_bytes / self.operations.memory_bytes_per_s
+
+
+def _step_times(ranks: Sequence[RankWork], plan: Plan, prices: Prices) -> Iterator[StepTime]:
+    share = updated_share(plan.zero, plan.dp)
     found: list[StepTime] = []
     for rank in ranks:
         states = rank.states
+        moved = update_bytes(share * states.weights_bytes, share * states.grads_bytes, states.optimizer_bytes)
+        forward_s, backward_s, recomputed_s = passes_s(rank.counts, prices)
         work = Work(
-            forward_flops=forward_flops(rank.counts),
-            backward_flops=backward_flops(rank.counts),
-            recomputed_flops=recomputed_flops(rank.counts),
-            sent=sent_bytes(rank.collectives),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            recomputed_s=recomputed_s,
+            sent_s=sent_s(rank.collectives, prices),
             reducing=reducing_share(rank.counts),
-            moved_bytes=update_bytes(
-                share * states.weights_bytes, share * states.grads_bytes, states.optimizer_bytes
-            ),
+            update_s=prices.moved_s(moved),
         )
-        parts = parts_s(work, rates, efficiency)
-        found.append(StepTime(**{name: float(seconds) for name, seconds in parts.items()}))
+        found.append(StepTime(**{name: float(seconds) for name, seconds in parts_s(work).items()}))
     total_busy_s = added([busy_s(time.parts) for time in found])
     for time in found:
         yield replace(time, bubble_s=float(waited_s(plan, total_busy_s, busy_s(time.parts))))
 
 
+def passes_s(counts: Counts, prices: Prices) -> tuple[float, float, float]:
+    """Seconds of a rank's forward passes, of its backward passes without recomputation, and of that."""
+    found = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
+    for event, n in counts.items():
+        if isinstance(event, Compute):
+            own_s, grads_s = prices.operation_s(event)
+            found[event.phase] += n * own_s
+            found["backward"] += n * grads_s
+    return found["forward"], found["backward"], found["recompute"]
+
+
 Sent: TypeAlias = Mapping[Group, Any]
-"""Bytes that a rank sends among each group of ranks."""
+"""What a rank sends among each group of ranks: bytes, or seconds of sending them."""
 
 
 class Work(NamedTuple):
-    """Totals of one rank's step, or arrays of them over plans.
+    """Seconds of one rank's work in a step, or arrays of them over plans.
 
     Attributes:
-        sent: bytes by their overlap, then by axis.
+        sent_s: of traffic, by its overlap, then by axis.
         reducing: the share of the backward passes during which gradients are reduced.
-        moved_bytes: what the optimizer reads and writes.
     """
 
-    forward_flops: Quantity
-    backward_flops: Quantity
-    recomputed_flops: Quantity
-    sent: Mapping[Overlap, Sent]
+    forward_s: Quantity
+    backward_s: Quantity
+    recomputed_s: Quantity
+    sent_s: Mapping[Overlap, Sent]
     reducing: Quantity
-    moved_bytes: Quantity
+    update_s: Quantity
 
 
-def sent_bytes(collectives: Iterable[CollectiveTotal]) -> dict[Overlap, Sent]:
-    """Bytes of a rank's collectives by their overlap, then by the group of ranks."""
-    sent: dict[Overlap, Counter[Group]] = {overlap: Counter() for overlap in get_args(Overlap)}
+def sent_s(collectives: Iterable[CollectiveTotal], prices: Prices) -> dict[Overlap, Sent]:
+    """Seconds of a rank's collectives by their overlap, then by the group of ranks; without the host's."""
+    sent: dict[Overlap, dict[Group, float]] = {overlap: {} for overlap in get_args(Overlap)}
     for c in collectives:
-        sent[c.overlap][c.axis] += c.wire_bytes
+        if c.axis != HOST:
+            sent[c.overlap][c.axis] = sent[c.overlap].get(c.axis, 0.0) + prices.collectives_s(c)
     return dict(sent)
 
 
-class Rates(NamedTuple):
-    """The rates of a plan, or of many: matrix products, the GPU's memory, each group of ranks."""
-
-    flops_per_s: float
-    memory_bytes_per_s: float
-    bytes_per_s: GroupRates
-
-
-def rates_of(plan: Plan, cluster: Cluster) -> Rates:
-    """The rates of a plan, or of many; unknown ones are infinite, as no plan here uses them."""
-    return Rates(
-        peak_flops_per_s(plan, cluster) or inf,
-        cluster.gpu.memory_bytes_per_s or inf,
-        GroupRates(plan, cluster),
-    )
-
-
-def parts_s(work: Work, rates: Rates, efficiency: float) -> dict[str, Quantity]:
+def parts_s(work: Work) -> dict[str, Quantity]:
     """The parts of `StepTime` without the bubble: of one rank, or arrays over plans."""
-    seconds = {overlap: _seconds(sent, rates.bytes_per_s) for overlap, sent in work.sent.items()}
-    waits = seconds["nothing"]
-    of_passes = work.forward_flops, work.backward_flops, work.recomputed_flops
-    forward_s, backward_s, again_s = (compute_s(n, rates.flops_per_s, efficiency) for n in of_passes)
-    products_s = forward_s + backward_s
+    waits = work.sent_s["nothing"]
+    products_s = work.forward_s + work.backward_s
     beside_s = exposed_s(
-        added(seconds["backward"].values()),
-        added(seconds["compute"].values()),
-        work.reducing * (backward_s + again_s),
-        products_s + again_s,
+        _together(work.sent_s["backward"]),
+        _together(work.sent_s["compute"]),
+        work.reducing * (work.backward_s + work.recomputed_s),
+        products_s + work.recomputed_s,
     )
     return {
         "compute_s": products_s,
-        "recompute_s": again_s,
+        "recompute_s": work.recomputed_s,
         "tp_s": _waits(waits, "tp"),
         "dp_s": _waits(waits, "dp") + beside_s,
         "pp_s": _waits(waits, "pp"),
         "bubble_s": 0.0,
-        "update_s": work.moved_bytes / rates.memory_bytes_per_s,
+        "update_s": work.update_s,
     }
 
 
@@ -552,10 +651,10 @@ def waited_s(plan: Plan, total_busy_s: Quantity, own_busy_s: Quantity) -> Quanti
     return bubble_s(fraction, (total_busy_s - own_busy_s) / np.maximum(1, plan.pp - 1))
 
 
-def _seconds(sent: Sent, rates: GroupRates) -> dict[Group, Quantity]:
-    return {group: sent[group] / rates[group] for group in inner_first(sent) if group != HOST}
+def _together(seconds: Sent) -> Quantity:
+    return added([seconds[group] for group in inner_first(seconds) if group != HOST])
 
 
-def _waits(seconds: Mapping[Group, Quantity], part: str) -> Quantity:
+def _waits(seconds: Sent, part: str) -> Quantity:
     """The seconds of the groups whose traffic is counted in a part of the step."""
-    return added([each for group, each in seconds.items() if waits_of(group) == part])
+    return added([seconds[group] for group in inner_first(seconds) if waits_of(group) == part])
