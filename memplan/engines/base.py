@@ -294,6 +294,7 @@ ENGINES: Final = Registry(
     kind=Engine,  # type: ignore[type-abstract]
     own={
         "torch": "memplan.engines.torch:TORCH",
+        "megatron": "memplan.engines.megatron:MEGATRON",
         "textbook": "memplan.engines.textbook:TEXTBOOK",
     },
 )

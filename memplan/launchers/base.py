@@ -165,6 +165,7 @@ LAUNCHERS: Final = Registry(
         "torchtitan": "memplan.launchers.torchtitan:TORCHTITAN",
         "accelerate": "memplan.launchers.accelerate:ACCELERATE",
         "transformers": "memplan.launchers.transformers:TRANSFORMERS",
+        "megatron": "memplan.launchers.megatron:MEGATRON",
     },
 )
 """The launchers by name; one is imported when it is first named."""

@@ -1,0 +1,231 @@
+"""Megatron-Core as an engine: a rank's model chunks, what it holds between steps, and its step."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Final, final
+
+from memplan.device import Device
+from memplan.engines.base import Confirmation, Engine, RankRecord
+from memplan.engines.megatron.buffers import (
+    USUAL_BUCKET,
+    USUAL_BUCKET_PER_RANK,
+    buckets_of,
+    grad_buffer,
+    weights_apart,
+    weights_sharded,
+)
+from memplan.engines.megatron.chunk import ModelChunk
+from memplan.models.megatron import WORDS
+from memplan.engines.megatron.options import MegatronOptions, megatron_options
+from memplan.engines.megatron.refusals import REFUSALS
+from memplan.engines.megatron.schedules import forward_backward
+from memplan.memory import Alive
+from memplan.models import Model
+from memplan.plan import Plan, Rank, stage_layers
+from memplan.record import Collective, Stretch, chain, events
+from memplan.shapes import FP16, FP32, INT32, UINT8, Buffer, DType, Parameter, buffer_of
+from memplan.tape import Backend
+from memplan.units import MiB
+
+TE_ALIGNMENT_BYTES: Final = 1024
+"""What Transformer Engine's workspace has beside 32 MiB on Hopper and later."""
+
+_Ends = tuple[bool, bool, int]
+
+
+def te_workspace_bytes(device: Device) -> int:
+    """The workspace of Transformer Engine's products.
+
+    Source: transformer_engine.pytorch.module.base:get_cublas_workspace_size_bytes.
+    """
+    return 32 * MiB + TE_ALIGNMENT_BYTES if device.at_least(9) else 4 * MiB
+
+
+class MegatronRank:
+    """One rank: its model chunks, and what it holds between steps."""
+
+    def __init__(
+        self, model: Model, plan: Plan, rank: Rank, device: Device, known: dict[_Ends, ModelChunk]
+    ) -> None:
+        self.plan, self.rank, self.device = plan, rank, device
+        self.options = megatron_options(plan)
+        self.indices = plan.stages_of(rank.pp)
+        self.layers = tuple([stage_layers(model.n_blocks, plan, index) for index in self.indices])
+        self.chunks: list[ModelChunk] = []
+        for index, layers in zip(self.indices, self.layers, strict=True):
+            first, last, n = index == 0, index == plan.n_stages - 1, len(layers)
+            if (first, last, n) not in known:
+                known[first, last, n] = ModelChunk(model, plan, device, first=first, last=last, n_layers=n)
+            self.chunks.append(known[first, last, n])
+        self.last = any(chunk.last for chunk in self.chunks)
+
+    @property
+    def grad_dtype(self) -> DType:
+        """The type of `main_grad`: float32, but for fp16 unless it is asked for."""
+        fp16 = self.chunks[0].params_dtype == FP16
+        return FP16 if fp16 and not self.options.accumulate_allreduce_grads_in_fp32 else FP32
+
+    def bucket_size(self, local: int) -> int | None:
+        """The elements of a chunk's buckets; None: one bucket, as on all stages but the first.
+
+        Source: megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__.
+        """
+        if not self.options.overlap_grad_reduce or self.rank.pp or local:
+            return None
+        return self.options.ddp_bucket_size or max(USUAL_BUCKET, USUAL_BUCKET_PER_RANK * self.plan.dp)
+
+    def shared(self, chunk: ModelChunk) -> frozenset[Parameter]:
+        """The word embeddings of a chunk, if the first and the last stage share them."""
+        shares = chunk.model.tied_head and self.plan.pp > 1
+        return frozenset([p for p in chunk.parameters() if p.name == WORDS and shares])
+
+    @property
+    def states(self) -> Alive:
+        """Weights, gradient buffers, main parameters and moments."""
+        alive: Alive = Counter()
+        plan = self.plan
+        for local, chunk in enumerate(self.chunks):
+            parameters = chunk.parameters()
+            if plan.zero:
+                buckets = buckets_of(parameters, self.bucket_size(local), plan.dp, self.shared(chunk))
+                own = weights_sharded(buckets, chunk.params_dtype, plan.optimizer, self.rank.dp, plan.dp)
+                n_elements = buckets[-1].end
+            else:
+                own = weights_apart(parameters, plan.optimizer)
+                n_elements = sum([p.n_elements for p in parameters])
+            alive.update(own)
+            alive[grad_buffer(n_elements, self.grad_dtype)] += 1
+        return alive
+
+    @property
+    def kept(self) -> Iterator[Buffer]:
+        """What is neither state nor left by a step: workspaces, caches, and scalars of the training loop."""
+        plan, options, device = self.plan, self.options, self.device
+        if options.uses_te:
+            yield buffer_of("Transformer Engine's workspace", (te_workspace_bytes(device),), UINT8)
+            yield buffer_of("cu_seqlens", (plan.micro_batch + 1,), INT32)
+        if self.last or not options.uses_te:
+            for thread in ("forward", "backward"):
+                n_bytes = options.cublas_workspace_bytes(device)
+                yield buffer_of(f"cuBLAS workspace ({thread})", (n_bytes,), UINT8)
+        for one in self.chunks[:1]:
+            yield from one.model.buffers(plan.seq_len)
+        yield from self._memory_buffers()
+        yield from self._dummy_grads()
+        scalars = [("FusedAdam's overflow buffer", INT32), ("start time", FP32)]
+        if self.chunks[0].params_dtype == FP16:
+            names = "scale", "min_scale", "growth_factor", "backoff_factor", "found_inf", "overflow buffer"
+            scalars += [(name, FP32) for name in names]
+        else:
+            scalars.append(("scale of 1", FP32))
+        if self.last:
+            scalars += [("total_loss_dict", FP32), ("loss_dict", FP32)]
+        for name, dtype in scalars:
+            yield buffer_of(name, (1,), dtype)
+
+    def _memory_buffers(self) -> Iterator[Buffer]:
+        """Megatron's global memory buffer "mpu", as large as the largest tensor that was asked for.
+
+        Source: megatron.core.utils:GlobalMemoryBuffer.get_tensor.
+        """
+        plan, one = self.plan, self.chunks[0]
+        batch, seq = plan.micro_batch, plan.seq_len
+        sizes = [0]
+        if not self.options.uses_te:
+            sizes.append(batch * one.model.heads.n * seq * seq)
+        if plan.sequence_parallel and (self.last or not self.options.uses_te):
+            sizes.append(batch * seq * one.model.d_model)
+        if max(sizes):
+            yield buffer_of("global memory buffer", (max(sizes),), one.params_dtype)
+
+    def _dummy_grads(self) -> Iterator[Buffer]:
+        """What backward passes return as gradients of weights whose main_grad the product has added to.
+
+        Source: transformer_engine.pytorch.module.base:get_dummy_wgrad.
+        """
+        if not self.options.gradient_accumulation_fusion:
+            return
+        shapes = {p.shape: p.dtype for chunk in self.chunks for p in chunk.parameters() if len(p.shape) == 2}
+        tables = {p.shape for chunk in self.chunks for p in chunk.trace.embed_parameters}
+        for shape, dtype in shapes.items():
+            if shape not in tables or (self.last and not self.chunks[-1].model.tied_head):
+                yield buffer_of("dummy wgrad", shape, dtype)
+
+    @property
+    def rest(self) -> Alive:
+        """What is alive between steps."""
+        alive = self.states
+        alive.update(self.kept)
+        for chunk in self.chunks:
+            alive.update(chunk.left_behind)
+        return alive
+
+    @property
+    def record(self) -> RankRecord:
+        """The rank's record."""
+        update = self._update()
+        return RankRecord(
+            rank=self.rank,
+            layers=self.layers,
+            rest=self.rest,
+            step=chain("step", *forward_backward(self.plan, self.rank.pp, self.chunks), update),
+            grads=Counter([grad for grad in self.states if grad.kind == "grads"]),
+            update=(update,),
+        )
+
+    def _update(self) -> Stretch:
+        """The gradients' reduction, and with the distributed optimizer the gather of the weights.
+
+        Neglects: what clipping and the update allocate, which is small.
+        """
+        plan = self.plan
+        found: list[Collective] = []
+        for buffer in self.states:
+            if plan.dp == 1 or buffer.kind not in ("grads", "weights"):
+                continue
+            if buffer.kind == "grads":
+                kind = "reduce_scatter" if plan.zero else "all_reduce"
+                overlap = "backward" if self.options.overlap_grad_reduce else "nothing"
+                found.append(
+                    Collective(
+                        kind=kind, axis="dp", what="gradients", payload_bytes=buffer.n_bytes, overlap=overlap
+                    )
+                )
+            elif plan.zero:
+                overlap = "compute" if self.options.overlap_param_gather else "nothing"
+                found.append(
+                    Collective(
+                        kind="all_gather",
+                        axis="dp",
+                        what="weights",
+                        payload_bytes=buffer.n_bytes,
+                        overlap=overlap,
+                    )
+                )
+        return events("update", found)
+
+
+@final
+class MegatronEngine(Engine):
+    """Megatron-Core's GPTModel with its DDP or distributed optimizer, and its schedules."""
+
+    name = "megatron"
+    axes = "pp", "dp", "tp"
+    refusals = REFUSALS
+    options = MegatronOptions
+
+    def confirmed_on(self, device: Device) -> Confirmation:
+        return "unconfirmed"
+
+    def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
+        known: dict[_Ends, ModelChunk] = {}
+        for pp_rank in range(plan.pp):
+            yield MegatronRank(model, plan, Rank(pp=pp_rank), device, known).record
+
+    def play_rank(
+        self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None = None
+    ) -> RankRecord:
+        return MegatronRank(model, plan, rank, device, {}).record
+
+
+MEGATRON: Final = MegatronEngine()
