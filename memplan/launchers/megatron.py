@@ -89,7 +89,9 @@ def _of_line(text: str) -> dict[str, Any]:
         else:
             found[name] = word if found[name] is True else f"{found[name]} {word}"
     if not found:
-        raise InvalidValue("it names no argument of Megatron's; write them as --num-layers 12 --hidden-size 512.")
+        raise InvalidValue(
+            "it names no argument of Megatron's; write them as --num-layers 12 --hidden-size 512."
+        )
     return found
 
 
@@ -206,7 +208,9 @@ class _Arguments:
             "accumulate-allreduce-grads-in-fp32",
         )  # fmt: skip
         found: dict[str, Any] = {
-            name.replace("-", "_"): read(self.given[name]) for name, read in named.items() if name in self.given
+            name.replace("-", "_"): read(self.given[name])
+            for name, read in named.items()
+            if name in self.given
         }
         found |= {name.replace("-", "_"): True for name in flags if self.flag(name)}
         for name in ("gradient-accumulation-fusion", "create-attention-mask-in-dataloader"):
@@ -256,7 +260,9 @@ class _Arguments:
         if method == "block":
             return {"recompute": "full", "recompute_blocks": n}
         if n > 1:
-            raise MissingRule(f"--recompute-num-layers {n} under --recompute-method uniform has no rule; use 1.")
+            raise MissingRule(
+                f"--recompute-num-layers {n} under --recompute-method uniform has no rule; use 1."
+            )
         return {"recompute": "full"}
 
     @property

@@ -7,7 +7,7 @@ Source: megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer,
 megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import lcm
 from typing import Final, NamedTuple
 
@@ -52,6 +52,14 @@ class Bucket(NamedTuple):
                 yield parameter, n
 
 
+class Shard(NamedTuple):
+    """A data-parallel rank's part of a chunk's buckets."""
+
+    buckets: Sequence[Bucket]
+    rank: int
+    n_ranks: int
+
+
 def padded(n: int, multiple: int) -> int:
     """The least multiple that is at least n."""
     return -(-n // multiple) * multiple
@@ -94,34 +102,56 @@ def buckets_of(
     return found
 
 
-def grad_buffer(n_elements: int, dtype: DType) -> Buffer:
-    """The contiguous gradients of a model chunk (`grad_data`), into which each `main_grad` is a view."""
-    return buffer_of("grad_data", (n_elements,), dtype, "grads")
+class ChunkStates(NamedTuple):
+    """What a rank keeps of one model chunk, in the order in which it is allocated.
 
-
-def weights_apart(parameters: Iterable[Parameter], optimizer: str) -> Iterator[Buffer]:
-    """Each weight, its float32 main parameter, and its moments: without the distributed optimizer.
-
-    Float32 weights are their own main parameters.
-
-    Source: megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.
+    Attributes:
+        weights: as the modules make them; `param_data`: the buffer that replaces them, if any.
+        grad_data: the contiguous gradients, into which each `main_grad` is a view.
+        main_params: in float32; none of float32 weights.
+        moments: of the optimizer.
     """
-    for parameter in parameters:
-        yield buffer_of(parameter.name, parameter.shape, parameter.dtype, "weights")
-        yield from _states(parameter, parameter.n_elements, optimizer)
+
+    weights: tuple[Buffer, ...]
+    param_data: Buffer | None
+    grad_data: Buffer
+    main_params: tuple[Buffer, ...]
+    moments: tuple[Buffer, ...]
+
+    @property
+    def kept(self) -> Iterator[Buffer]:
+        """What is alive between steps."""
+        yield from self.weights if self.param_data is None else (self.param_data,)
+        yield from (self.grad_data, *self.main_params, *self.moments)
 
 
-def weights_sharded(
-    buckets: Sequence[Bucket], dtype: DType, optimizer: str, rank: int, n_ranks: int
-) -> Iterator[Buffer]:
-    """The weights' buffer (`param_data`), and the main parameters and moments of a rank's part of it."""
-    yield buffer_of("param_data", (buckets[-1].end,), dtype, "weights")
-    for bucket in buckets:
-        for parameter, n in bucket.shard(rank, n_ranks):
-            yield from _states(parameter, n, optimizer)
+def chunk_states(
+    parameters: Sequence[Parameter], grad_dtype: DType, optimizer: str, shard: Shard | None
+) -> ChunkStates:
+    """The states of a chunk with these weights; `shard`: this rank's part; None: no distributed optimizer.
 
-
-def _states(parameter: Parameter, n: int, optimizer: str) -> Iterator[Buffer]:
-    names = (*(("main_param",) if parameter.dtype != FP32 else ()), *MOMENTS[optimizer])
-    for name in names:
-        yield buffer_of(f"{parameter.name}.{name}", (n,), FP32, "optimizer")
+    Source: megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params,
+    megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups.
+    """
+    weights = tuple([buffer_of(p.name, p.shape, p.dtype, "weights") for p in parameters])
+    dtype = parameters[0].dtype
+    param_data = None
+    n_elements = sum([p.n_elements for p in parameters])
+    owned = [(p, p.n_elements) for p in parameters]
+    if shard is not None:
+        n_elements = shard.buckets[-1].end
+        param_data = buffer_of("param_data", (n_elements,), dtype, "weights")
+        owned = [own for bucket in shard.buckets for own in bucket.shard(shard.rank, shard.n_ranks)]
+    main = [buffer_of(f"{p.name}.main_param", (n,), FP32, "optimizer") for p, n in owned if dtype != FP32]
+    moments = [
+        buffer_of(f"{p.name}.{name}", (n,), FP32, "optimizer")
+        for p, n in owned
+        for name in MOMENTS[optimizer]
+    ]
+    return ChunkStates(
+        weights,
+        param_data,
+        buffer_of("grad_data", (n_elements,), grad_dtype, "grads"),
+        tuple(main),
+        tuple(moments),
+    )

@@ -6,12 +6,11 @@ from functools import cached_property
 
 from memplan.device import Device
 from memplan.engines.backward import added_to_older, backward_order, from_outside
-from memplan.models.megatron import TransformerConfig
-from memplan.models.megatron import GPTModel, configured
 from memplan.engines.megatron.options import TORCH_RELEASE, megatron_options
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.models import Model
 from memplan.models.base import BLOCKS
+from memplan.models.megatron import GPTModel, TransformerConfig, configured
 from memplan.plan import Plan
 from memplan.record import Collective, CollectiveKind, Event, Stretch, allocs, chain, events, frees, repeated
 from memplan.shapes import BF16, BOOL, FP16, FP32, INT64, Buffer, DType, Parameter, buffer_of
@@ -50,9 +49,10 @@ class ModelChunk:
 
     def __init__(
         self, model: Model, plan: Plan, device: Device, *, first: bool, last: bool, n_layers: int,
-        backend: Backend = "nccl",
+        tp_rank: int = 0, backend: Backend = "nccl",
     ) -> None:  # fmt: skip
         self.plan, self.first, self.last, self.n_layers = plan, first, last, n_layers
+        self.tp_rank = tp_rank
         self.model: GPTModel = configured(model, transformer_config(plan, device))
         self.params_dtype: DType = PARAMS_DTYPES[plan.precision]
         self.local_seq_len = plan.seq_len // (plan.tp if plan.sequence_parallel else 1)
@@ -73,6 +73,7 @@ class ModelChunk:
         self.recv_backward = self._p2p("recv", "activation gradients", sends=not last)
         self.send_backward = self._p2p("send", "activation gradients", sends=not first)
         self.release = self.trace.release.stretch("deallocate_output_tensor")
+        self.report = buffer_of("lm loss and tokens of a micro-batch", (2,), FP32)
 
     @cached_property
     def runs(self) -> tuple[tuple[BlockKind, int], ...]:
@@ -112,17 +113,19 @@ class ModelChunk:
 
     @cached_property
     def batch(self) -> tuple[Buffer, ...]:
-        """What a micro-batch brings: of tensor ranks but the first only what the chunk's stage needs.
+        """What a micro-batch brings; before release 0.18 the first tensor rank keeps what other stages need.
 
         Source: megatron.core.utils:get_batch_on_this_tp_rank.
         """
         if not (self.first or self.last):
             return ()
         plan = self.plan
+        keeps_all = self.tp_rank == 0 and megatron_options(plan).release < (0, 18)
         tokens = plan.micro_batch, plan.seq_len
-        names = [name for name, here in (("tokens", self.first), ("position_ids", self.first)) if here]
-        found = [buffer_of(name, tokens, INT64) for name in names]
-        if self.last:
+        found = []
+        if self.first or keeps_all:
+            found += [buffer_of(name, tokens, INT64) for name in ("tokens", "position_ids")]
+        if self.last or keeps_all:
             found += [buffer_of("labels", tokens, INT64), buffer_of("loss_mask", tokens, FP32)]
         if self.model.config.create_attention_mask_in_dataloader:
             found.append(buffer_of("attention_mask", (tokens[0], 1, tokens[1], tokens[1]), BOOL))
@@ -131,7 +134,8 @@ class ModelChunk:
     @cached_property
     def kept_batch(self) -> tuple[Buffer, ...]:
         """What of a micro-batch lives until its backward pass is over."""
-        kept = {"tokens", "position_ids", "loss_mask"}
+        kept = {"loss_mask"} if self.last else set()
+        kept |= {"tokens", "position_ids"} if self.first else set()
         if self.plan.recompute == "full" and self.n_layers:
             kept.add("attention_mask")
         return tuple([one for one in self.batch if one.name in kept])
@@ -149,7 +153,7 @@ class ModelChunk:
             *layers,
             *[trace.head.stretch("forward: head"), trace.loss.stretch("loss")] * self.last,
             trace.end_of_forward.stretch("forward: end"),
-            events("forward: end of the batch", frees(*dropped)),
+            events("forward: end of the batch", [*frees(*dropped), *allocs(*[self.report] * self.last)]),
         )
 
     def _forward_order(self) -> Iterator[tuple[Segment, int]]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Final, final
 
 from memplan.device import Device
@@ -9,26 +10,30 @@ from memplan.engines.base import Confirmation, Engine, RankRecord
 from memplan.engines.megatron.buffers import (
     USUAL_BUCKET,
     USUAL_BUCKET_PER_RANK,
+    ChunkStates,
+    Shard,
     buckets_of,
-    grad_buffer,
-    weights_apart,
-    weights_sharded,
+    chunk_states,
 )
 from memplan.engines.megatron.chunk import ModelChunk
-from memplan.models.megatron import WORDS
 from memplan.engines.megatron.options import MegatronOptions, megatron_options
 from memplan.engines.megatron.refusals import REFUSALS
 from memplan.engines.megatron.schedules import forward_backward
 from memplan.memory import Alive
 from memplan.models import Model
+from memplan.models.megatron import WORDS
 from memplan.plan import Plan, Rank, stage_layers
-from memplan.record import Collective, Stretch, chain, events
+from memplan.record import Collective, Event, Stretch, allocs, chain, events, frees
+from memplan.replay import AllocatorProgram
 from memplan.shapes import FP16, FP32, INT32, UINT8, Buffer, DType, Parameter, buffer_of
 from memplan.tape import Backend
 from memplan.units import MiB
 
 TE_ALIGNMENT_BYTES: Final = 1024
 """What Transformer Engine's workspace has beside 32 MiB on Hopper and later."""
+
+UPDATE_NAME: Final = "update"
+"""The name of the optimizer's part of a step."""
 
 _Ends = tuple[bool, bool, int]
 
@@ -55,7 +60,9 @@ class MegatronRank:
         for index, layers in zip(self.indices, self.layers, strict=True):
             first, last, n = index == 0, index == plan.n_stages - 1, len(layers)
             if (first, last, n) not in known:
-                known[first, last, n] = ModelChunk(model, plan, device, first=first, last=last, n_layers=n)
+                known[first, last, n] = ModelChunk(
+                    model, plan, device, first=first, last=last, n_layers=n, tp_rank=rank.tp
+                )
             self.chunks.append(known[first, last, n])
         self.last = any(chunk.last for chunk in self.chunks)
 
@@ -79,23 +86,31 @@ class MegatronRank:
         shares = chunk.model.tied_head and self.plan.pp > 1
         return frozenset([p for p in chunk.parameters() if p.name == WORDS and shares])
 
-    @property
-    def states(self) -> Alive:
-        """Weights, gradient buffers, main parameters and moments."""
-        alive: Alive = Counter()
-        plan = self.plan
+    @cached_property
+    def states(self) -> list[ChunkStates]:
+        """Weights, gradient buffers, main parameters and moments of each chunk."""
+        plan, found = self.plan, []
         for local, chunk in enumerate(self.chunks):
-            parameters = chunk.parameters()
+            parameters, shard = chunk.parameters(), None
             if plan.zero:
-                buckets = buckets_of(parameters, self.bucket_size(local), plan.dp, self.shared(chunk))
-                own = weights_sharded(buckets, chunk.params_dtype, plan.optimizer, self.rank.dp, plan.dp)
-                n_elements = buckets[-1].end
-            else:
-                own = weights_apart(parameters, plan.optimizer)
-                n_elements = sum([p.n_elements for p in parameters])
-            alive.update(own)
-            alive[grad_buffer(n_elements, self.grad_dtype)] += 1
-        return alive
+                size = self.bucket_size(local)
+                shard = Shard(
+                    buckets_of(parameters, size, plan.dp, self.shared(chunk)), self.rank.dp, plan.dp
+                )
+            found.append(chunk_states(parameters, self.grad_dtype, plan.optimizer, shard))
+        return found
+
+    @cached_property
+    def main_grads(self) -> list[Buffer]:
+        """Float32 copies of narrower gradients, which live from one update to the next step's start.
+
+        Source: megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads.
+        """
+        narrow = self.grad_dtype != FP32
+        main = [one for chunk in self.states for one in chunk.main_params if narrow]
+        return [
+            buffer_of(one.name.replace("main_param", "main_grad"), one.shape, FP32, "grads") for one in main
+        ]
 
     @property
     def kept(self) -> Iterator[Buffer]:
@@ -154,8 +169,9 @@ class MegatronRank:
     @property
     def rest(self) -> Alive:
         """What is alive between steps."""
-        alive = self.states
+        alive: Alive = Counter([buffer for chunk in self.states for buffer in chunk.kept])
         alive.update(self.kept)
+        alive.update(self.main_grads)
         for chunk in self.chunks:
             alive.update(chunk.left_behind)
         return alive
@@ -163,46 +179,80 @@ class MegatronRank:
     @property
     def record(self) -> RankRecord:
         """The rank's record."""
-        update = self._update()
+        step = self.step()
         return RankRecord(
             rank=self.rank,
             layers=self.layers,
             rest=self.rest,
-            step=chain("step", *forward_backward(self.plan, self.rank.pp, self.chunks), update),
-            grads=Counter([grad for grad in self.states if grad.kind == "grads"]),
-            update=(update,),
+            step=step,
+            grads=Counter([chunk.grad_data for chunk in self.states]),
+            update=step.parts[-1:],
+            program=self.program,
         )
 
-    def _update(self) -> Stretch:
+    def step(self, *, first: bool = False) -> Stretch:
+        """A step: its passes, then the update; the first one finds nothing that a step has left."""
+        dropped = events("zero_grad", frees(*[] if first else self.main_grads))
+        passes = forward_backward(self.plan, self.rank.pp, self.chunks, first_step=first)
+        return chain(
+            "step", dropped, *passes, events(UPDATE_NAME, [*self._communication(), *allocs(*self.main_grads)])
+        )
+
+    def _communication(self) -> Iterator[Collective]:
         """The gradients' reduction, and with the distributed optimizer the gather of the weights.
 
-        Neglects: what clipping and the update allocate, which is small.
+        Neglects: what clipping and the update allocate for a moment, which is less than the passes do.
         """
-        plan = self.plan
-        found: list[Collective] = []
-        for buffer in self.states:
-            if plan.dp == 1 or buffer.kind not in ("grads", "weights"):
-                continue
-            if buffer.kind == "grads":
-                kind = "reduce_scatter" if plan.zero else "all_reduce"
-                overlap = "backward" if self.options.overlap_grad_reduce else "nothing"
-                found.append(
-                    Collective(
-                        kind=kind, axis="dp", what="gradients", payload_bytes=buffer.n_bytes, overlap=overlap
-                    )
-                )
-            elif plan.zero:
-                overlap = "compute" if self.options.overlap_param_gather else "nothing"
-                found.append(
-                    Collective(
-                        kind="all_gather",
-                        axis="dp",
-                        what="weights",
-                        payload_bytes=buffer.n_bytes,
-                        overlap=overlap,
-                    )
-                )
-        return events("update", found)
+        plan, options = self.plan, self.options
+        if plan.dp == 1:
+            return
+        for chunk in self.states:
+            yield Collective(
+                kind="reduce_scatter" if plan.zero else "all_reduce", axis="dp", what="gradients",
+                payload_bytes=chunk.grad_data.n_bytes,
+                overlap="backward" if options.overlap_grad_reduce else "nothing",
+            )  # fmt: skip
+            if chunk.param_data is not None:
+                yield Collective(
+                    kind="all_gather", axis="dp", what="weights", payload_bytes=chunk.param_data.n_bytes,
+                    overlap="compute" if options.overlap_param_gather else "nothing",
+                )  # fmt: skip
+
+    def program(self) -> AllocatorProgram:
+        """The rank's allocations and frees in order, as the caching allocator sees them."""
+        return AllocatorProgram(
+            setup=tuple(self._setup()),
+            start=allocs(*self.kept),
+            first_step=self.step(first=True),
+            step=self.step(),
+            kept=Counter(
+                [*self.main_grads, *[one for chunk in self.chunks for one in chunk.left_behind.elements()]]
+            ),
+            states=tuple([moment for chunk in self.states for moment in chunk.moments]),
+            update_name=UPDATE_NAME,
+            handed_on=frozenset([chunk.trace.boundary for chunk in self.chunks]),
+            oldest_first=frozenset(
+                [one for chunk in self.chunks for one in (chunk.input, chunk.input_grad, chunk.output_grad)]
+            ),
+        )
+
+    def _setup(self) -> Iterator[Event]:
+        """The model, then its buffers, then the optimizer's main parameters.
+
+        Source: megatron.training.training:setup_model_and_optimizer.
+        """
+        for chunk in self.states:
+            yield from allocs(*chunk.weights)
+        for chunk in self.states:
+            if chunk.param_data is not None:
+                yield from allocs(chunk.param_data, chunk.grad_data)
+                yield from frees(*chunk.weights)
+            else:
+                yield from allocs(chunk.grad_data)
+        for chunk in self.states:
+            for main in chunk.main_params:
+                clone = buffer_of("clone", main.shape, self.chunks[0].params_dtype)
+                yield from (*allocs(clone, main), *frees(clone))
 
 
 @final

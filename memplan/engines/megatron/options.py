@@ -119,7 +119,7 @@ class MegatronOptions:
         """
         if self.attention_backend != "auto":
             return self.attention_backend
-        return "fused" if device.at_least(9) else "flash"
+        return "fused" if device.at_least(9) and not device.at_least(10) else "flash"
 
     def cublas_workspace_bytes(self, device: Device) -> int:
         """The workspace that PyTorch keeps for each cuBLAS handle and stream.

@@ -4,11 +4,11 @@ from typing import Any, Final
 
 from memplan.engines.base import Rule
 from memplan.engines.megatron.chunk import PARAMS_DTYPES
-from memplan.models.megatron import gpt_model
 from memplan.engines.megatron.options import megatron_options
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule, PlanRefused
 from memplan.models import Model
+from memplan.models.megatron import gpt_model
 from memplan.plan import Plan
 
 SUPPORTED: Final[dict[str, tuple[Any, ...]]] = {

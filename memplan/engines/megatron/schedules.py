@@ -1,66 +1,128 @@
-"""Megatron's schedules: no pipeline, 1F1B, and interleaved 1F1B, with what each holds between passes.
+"""Megatron's schedules: no pipeline, 1F1B, and interleaved 1F1B, with the tensors that their variables hold.
 
-A chunk's decoder refers to the last input it was given (`set_input_tensor`), and the input to its gradient; the
-schedule's variable refers to the gradient that it sent last. Outputs are freed once they are sent.
+A stage's received input lives as long as something refers to it: the list of inputs in flight, the decoder
+(`set_input_tensor`), a variable of the schedule, or the graph of an output. Its gradient lives as long as the
+input, or the variable that it was sent from. Outputs are freed once they are sent.
 
 Source: megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining,
 megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving,
 megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving.
 """
 
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from memplan.engines.megatron.chunk import ModelChunk
-from memplan.orders import Action, Loop
+from memplan.orders import Action, Loop, actions
 from memplan.plan import Plan
 from memplan.record import Event, Stretch, allocs, chain, events, frees, passed, repeated
+from memplan.shapes import INT32, buffer_of
+
+NUM_TOKENS: Final = buffer_of("total_num_tokens", (), INT32)
+"""The tokens of a step, which a schedule counts on the device."""
 
 
-def forward_backward(plan: Plan, pp_rank: int, chunks: Sequence[ModelChunk]) -> list[Stretch]:
-    """All passes of a rank's step."""
-    order = plan.pipeline_schedule.order(plan.pp, pp_rank, plan.virtual_stages, plan.n_micro_batches)
+def forward_backward(
+    plan: Plan, pp_rank: int, chunks: Sequence[ModelChunk], *, first_step: bool = False
+) -> list[Stretch]:
+    """All passes of a rank's step; in the first one nothing is left of a step before."""
+    begins = events("start of the schedule", allocs(NUM_TOKENS))
+    reports = [chunk.report for chunk in chunks if chunk.last] * plan.n_micro_batches
+    ends = events("end of the schedule", frees(NUM_TOKENS, *reports))
     if plan.pp == 1:
         (chunk,) = chunks
-        once = chain(
-            "micro-batch", passed(0, "forward", chunk.forward), passed(0, "backward", chunk.backward)
-        )
-        return [repeated(once, plan.n_micro_batches)]
-    return _Schedule(chunks).run(order)
+        passes = passed(0, "forward", chunk.forward), passed(0, "backward", chunk.backward)
+        return [begins, repeated(chain("micro-batch", *passes), plan.n_micro_batches), ends]
+    order = plan.pipeline_schedule.order(plan.pp, pp_rank, plan.virtual_stages, plan.n_micro_batches)
+    schedule = _Interleaved if plan.virtual_stages > 1 else _OneForwardOneBackward
+    return [begins, *schedule(chunks, first_step=first_step).run(order), ends]
 
 
-class _Held(NamedTuple):
-    """What a schedule holds of one chunk beyond its micro-batches in flight.
+class _Input(NamedTuple):
+    """A received input: of a chunk, for its i-th micro-batch of the step; -1: of the last step."""
 
-    Attributes:
-        ahead: the micro-batches whose forward pass is done, and whose backward pass is not.
-        stale: the decoder's input has had its backward pass, here or in the last step: it and its gradient
-            are alive.
-    """
-
-    ahead: int = 0
-    stale: bool = True
+    local: int
+    i: int
 
 
-class _Schedule:
-    """Plays a rank's actions in order; repetitions that leave what is held as it was are counted."""
+class _References:
+    """The variables of a schedule, the inputs that they refer to, and which gradients are alive."""
 
     def __init__(self, chunks: Sequence[ModelChunk]) -> None:
         self.chunks = chunks
-        self.held = [_Held(stale=not chunk.first) for chunk in chunks]
-        self.sent: int | None = None
-        """The chunk whose input's gradient only the schedule's variable refers to."""
+        self.variables: dict[str, _Input | None] = {}
+        self.counts: Counter[_Input] = Counter()
+        self.graded: set[_Input] = set()
+        """The inputs that are alive, with a gradient."""
+        self.sent: _Input | None = None
+        """The input whose gradient was sent last."""
+
+    def bind(self, name: str, target: _Input | None) -> Iterator[Event]:
+        """Let a variable refer to an input; what nothing refers to any more is freed."""
+        before = self.variables.get(name)
+        self.variables[name] = target
+        if target is not None:
+            self.counts[target] += 1
+        if before is not None:
+            yield from self.drop(before)
+
+    def drop(self, target: _Input) -> Iterator[Event]:
+        """One reference less to an input."""
+        self.counts[target] -= 1
+        if not self.counts[target]:
+            del self.counts[target]
+            yield from frees(self.chunks[target.local].input)
+            if target in self.graded and target != self.sent:
+                yield from frees(self.chunks[target.local].input_grad)
+            self.graded.discard(target)
+
+    def send(self, target: _Input | None) -> Iterator[Event]:
+        """Let the schedule's variable refer to the gradient of another input."""
+        before, self.sent = self.sent, target
+        if target is not None:
+            self.graded.add(target)
+        if before is not None and before not in self.graded:
+            yield from frees(self.chunks[before.local].input_grad)
+
+    def state(self, forwards: Sequence[int]) -> tuple[object, ...]:
+        """What is referred to, by its distance from the newest micro-batch of its chunk."""
+
+        def seen(target: _Input | None) -> object:
+            return None if target is None else (target.local, max(target.i - forwards[target.local], -9))
+
+        return (
+            *[(name, seen(target)) for name, target in sorted(self.variables.items())],
+            frozenset(map(seen, self.graded)), seen(self.sent),
+        )  # fmt: skip
+
+
+class _OneForwardOneBackward:
+    """Plays a rank's actions in order; repetitions that leave what is referred to as it was are counted."""
+
+    def __init__(self, chunks: Sequence[ModelChunk], *, first_step: bool) -> None:
+        self.chunks = chunks
+        self.refs = _References(chunks)
+        self.in_flight: list[deque[_Input]] = [deque() for _ in chunks]
+        self.forwards = [0] * len(chunks)
+        self.went_back = False
         self.received: int | None = None
         """The chunk whose output's gradient the schedule's variable refers to."""
-        self.played: dict[tuple[Action, object], Stretch] = {}
+        for local, chunk in enumerate(chunks):
+            if not (first_step or chunk.first):
+                left = _Input(local, -1)
+                self.refs.variables[f"decoder {local}"] = left
+                self.refs.counts[left] = 1
+                self.refs.graded.add(left)
 
-    def run(self, loop: Loop) -> list[Stretch]:
-        """The actions of a loop, then the frees when the schedule returns."""
-        return [*self._loop(loop), events("end of the schedule", self._returned())]
+    def run(self, order: Loop) -> list[Stretch]:
+        """The actions in order, then the frees when the schedule returns."""
+        return [*self._loop(order), events("return of the schedule", [*self._returned()])]
 
     @property
     def _state(self) -> tuple[object, ...]:
-        return *self.held, self.sent, self.received
+        lengths = tuple(map(len, self.in_flight))
+        return *self.refs.state(self.forwards), lengths, self.received, self.went_back
 
     def _loop(self, loop: Loop) -> list[Stretch]:
         found: list[Stretch] = []
@@ -79,53 +141,128 @@ class _Schedule:
     def _act(self, action: Action) -> Stretch:
         chunk, local = self.chunks[action.local], action.local
         if action.kind == "forward":
-            before = events("receive", self._set_input(local))
-            parts = [before, chunk.recv_forward, chunk.forward, chunk.send_forward]
-            return passed(local, "forward", *parts, *[chunk.release] * (not chunk.last))
-        received = events("receive", self._receive_grad(local))
-        done = events("end of the backward pass", self._ended(local))
+            before = events("receive", [*self._before_forward(local)])
+            sends = [chunk.send_forward, *[chunk.release] * (not chunk.last)]
+            after = events("end of the forward pass", [*self._after_forward(local)])
+            return passed(local, "forward", before, chunk.recv_forward, chunk.forward, *sends, after)
+        before = events("receive", [*self._before_backward(local)])
+        after = events("end of the backward pass", [*self._after_backward(local)])
+        self.went_back = True
         return passed(
-            local, "backward", received, chunk.recv_backward, chunk.backward, done, chunk.send_backward
+            local, "backward", before, chunk.recv_backward, chunk.backward, after, chunk.send_backward
         )
 
-    def _set_input(self, local: int) -> Iterator[Event]:
-        """Receive an input, which replaces the one that the decoder refers to."""
-        chunk, (ahead, stale) = self.chunks[local], self.held[local]
-        self.held[local] = _Held(ahead + 1, False)
-        if chunk.first:
+    def _before_forward(self, local: int) -> Iterator[Event]:
+        """Receive an input, and give it to the decoder."""
+        if self.chunks[local].first:
             return
-        yield from allocs(chunk.input)
-        if stale:
-            yield from frees(chunk.input)
-            if self.sent != local:
-                yield from frees(chunk.input_grad)
+        received = _Input(local, self.forwards[local])
+        yield from allocs(self.chunks[local].input)
+        self.refs.counts[received] += 1
+        self.in_flight[local].append(received)
+        yield from self._keep_received(received)
+        yield from self.refs.bind(f"decoder {local}", received)
 
-    def _receive_grad(self, local: int) -> Iterator[Event]:
-        """Receive the gradient of an output, which replaces the last one."""
-        chunk = self.chunks[local]
-        if not chunk.last:
-            yield from allocs(chunk.output_grad)
+    def _keep_received(self, received: _Input) -> Iterator[Event]:
+        yield from self.refs.bind("input_tensor", received)
+
+    def _after_forward(self, local: int) -> Iterator[Event]:
+        """The output's graph refers to the input that it was computed from."""
+        own = self.in_flight[local]
+        self.forwards[local] += 1
+        yield from self._keep_output(local, own[-1] if own else None)
+
+    def _keep_output(self, local: int, of: _Input | None) -> Iterator[Event]:
+        yield from self.refs.bind("output_tensor", of)
+
+    def _before_backward(self, local: int) -> Iterator[Event]:
+        """Receive the gradient of an output; take the oldest input from the list."""
+        if not self.chunks[local].last:
+            yield from allocs(self.chunks[local].output_grad)
         yield from self._let_go_of_received()
-        self.received = None if chunk.last else local
+        self.received = None if self.chunks[local].last else local
+        if not self.chunks[local].first:
+            yield from self._taken(self.in_flight[local][0])
+
+    def _taken(self, oldest: _Input) -> Iterator[Event]:
+        yield from self.refs.bind("input_tensor", oldest)
+        yield from self.refs.bind("output_tensor", oldest)
+
+    def _after_backward(self, local: int) -> Iterator[Event]:
+        """The input's gradient is sent; the list no longer refers to the input."""
+        if self.chunks[local].first:
+            yield from self.refs.send(None)
+            return
+        oldest = self.in_flight[local].popleft()
+        yield from self.refs.send(oldest)
+        yield from self.refs.drop(oldest)
 
     def _let_go_of_received(self) -> Iterator[Event]:
         if self.received is not None:
             yield from frees(self.chunks[self.received].output_grad)
         self.received = None
 
-    def _ended(self, local: int) -> Iterator[Event]:
-        """Free the gradient that was sent before, and the input unless the decoder still refers to it."""
-        chunk, (ahead, _) = self.chunks[local], self.held[local]
-        stale = ahead == 1 and not chunk.first
-        if self.sent is not None and not self.held[self.sent].stale:
-            yield from frees(self.chunks[self.sent].input_grad)
-        self.held[local] = _Held(ahead - 1, stale)
-        if not chunk.first and not stale:
-            yield from frees(chunk.input)
-        self.sent = None if chunk.first else local
-
     def _returned(self) -> Iterator[Event]:
         yield from self._let_go_of_received()
-        if self.sent is not None and not self.held[self.sent].stale:
-            yield from frees(self.chunks[self.sent].input_grad)
-        self.sent = None
+        yield from self.refs.send(None)
+        for name in ("input_tensor", "output_tensor"):
+            yield from self.refs.bind(name, None)
+
+
+class _Interleaved(_OneForwardOneBackward):
+    """The same for several chunks, each of whose receives begins before it is needed (`overlap_p2p_comm`).
+
+    The next input is received after a forward pass, the next output's gradient after a backward pass. The
+    variable for the input keeps the last one of the warm-up to the end; passes run in functions of their own,
+    whose variables end with them.
+    """
+
+    def run(self, order: Loop) -> list[Stretch]:
+        found: list[Stretch] = []
+        listed = list(actions(order))
+        self.received_forwards = [0] * len(self.chunks)
+        self.went_back = False
+        forwards = [action.local for action in listed if action.kind == "forward"]
+        backwards = [action.local for action in listed if action.kind == "backward"]
+        first = events("receive", [*self._receive(forwards.pop(0))])
+        backwards.pop(0)
+        for i, action in enumerate(listed):
+            is_forward = action.kind == "forward"
+            found.append(self._act(action))
+            coming, receive = (forwards, self._receive) if is_forward else (backwards, self._receive_grad)
+            ahead = [*receive(coming.pop(0))] if coming else []
+            if is_forward and not self.went_back and listed[i + 1].kind == "backward":
+                ahead += self._receive_grad(listed[i + 1].local)
+            found.append(events("receive", ahead))
+        return [first, *found, events("return of the schedule", [*self._returned()])]
+
+    def _receive(self, local: int) -> Iterator[Event]:
+        if self.chunks[local].first:
+            return
+        received = _Input(local, self.received_forwards[local])
+        self.received_forwards[local] += 1
+        yield from allocs(self.chunks[local].input)
+        self.refs.counts[received] += 1
+        if not self.went_back:
+            yield from self.refs.bind("input_tensor", received)
+
+    def _receive_grad(self, local: int) -> Iterator[Event]:
+        if not self.chunks[local].last:
+            yield from allocs(self.chunks[local].output_grad)
+
+    def _before_forward(self, local: int) -> Iterator[Event]:
+        if not self.chunks[local].first:
+            received = _Input(local, self.forwards[local])
+            self.in_flight[local].append(received)
+            yield from self.refs.bind(f"decoder {local}", received)
+
+    def _keep_output(self, local: int, of: _Input | None) -> Iterator[Event]:
+        yield from self.refs.bind("output_tensor", None if self.chunks[local].last else of)
+
+    def _before_backward(self, local: int) -> Iterator[Event]:
+        yield from ()
+
+    def _after_backward(self, local: int) -> Iterator[Event]:
+        if not self.chunks[local].last:
+            yield from frees(self.chunks[local].output_grad)
+        yield from super()._after_backward(local)

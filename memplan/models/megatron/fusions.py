@@ -102,7 +102,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, config: TransformerConfig) -> T
             with tape.workspace() as inner:
                 inner.new("arange", tokens, INT64)
                 local.new("predicted logits", tokens, FP32)
-            local.new("sums of exponentials", tokens, FP32)
+                local.new("sums of exponentials", tokens, FP32)
             sent(tape, "all_reduce", "predicted logits", tokens, FP32)
             sent(tape, "all_reduce", "sums of exponentials", tokens, FP32)
             loss = tape.new("losses", tokens, FP32)
