@@ -22,13 +22,13 @@ REFUSED: Final = (
     "use-megatron-fsdp", "use-torch-fsdp2", "hybrid-layer-pattern", "hybrid-override-pattern", "is-hybrid-model",
     "mtp-num-layers", "optimizer-cpu-offload", "use-precision-aware-optimizer", "cuda-graph-impl",
     "enable-cuda-graph", "external-cuda-graph", "fine-grained-activation-offloading", "cpu-offloading-num-layers",
-    "tp-comm-overlap", "defer-embedding-wgrad-compute", "overlap-param-gather-with-optimizer-step",
-    "num-distributed-optimizer-instances", "account-for-embedding-in-pipeline-split",
-    "account-for-loss-in-pipeline-split", "pipeline-model-parallel-layout", "distribute-saved-activations",
-    "rotary-interleaved", "no-rope-fusion", "no-masked-softmax-fusion", "no-bias-gelu-fusion",
+    "tp-comm-overlap", "defer-embedding-wgrad-compute",
+    "num-distributed-optimizer-instances",
+    "pipeline-model-parallel-layout", "distribute-saved-activations",
+    "no-masked-softmax-fusion", "no-bias-gelu-fusion",
     "no-bias-swiglu-fusion", "no-bias-dropout-fusion", "fp32-residual-connection", "encoder-num-layers",
-    "squared-relu", "overlap-p2p-communication-warmup-flush", "microbatch-group-size-per-virtual-pipeline-stage",
-    "rampup-batch-size", "step-batch-size-schedule", "qk-layernorm", "fp16-lm-cross-entropy", "reuse-grad-buf-for-mxfp8-param-ag",
+    "squared-relu",
+    "rampup-batch-size", "step-batch-size-schedule", "fp16-lm-cross-entropy", "reuse-grad-buf-for-mxfp8-param-ag",
     "ddp-pad-buckets-for-high-nccl-busbw", "te-rng-tracker", "optimizer", "window-size", "sft", "attention-output-gate",
 )  # fmt: skip
 """Arguments that change what a step holds and that have no rule; some are read at one value."""
@@ -176,6 +176,8 @@ class _Arguments:
             add_qkv_bias=self.flag("add-qkv-bias"),
             position_embedding_type=str(self.given.get("position-embedding-type", "learned_absolute")),
             rotary_percent=self.number("rotary-percent", 1.0),
+            rope_fusion=not self.flag("no-rope-fusion"),
+            qk_layernorm=self.flag("qk-layernorm"),
         )
 
     @property
@@ -202,10 +204,11 @@ class _Arguments:
         named: dict[str, Callable[[str], Any]] = {
             "transformer-impl": str, "attention-backend": str, "cross-entropy-fusion-impl": str,
             "ddp-bucket-size": count_or_text, "make-vocab-size-divisible-by": count_or_text,
+            "microbatch-group-size-per-virtual-pipeline-stage": count_or_text,
         }  # fmt: skip
         flags = (
             "overlap-grad-reduce", "overlap-param-gather", "cross-entropy-loss-fusion", "deterministic-mode",
-            "accumulate-allreduce-grads-in-fp32",
+            "accumulate-allreduce-grads-in-fp32", "overlap-param-gather-with-optimizer-step",
         )  # fmt: skip
         found: dict[str, Any] = {
             name.replace("-", "_"): read(self.given[name])
@@ -234,9 +237,26 @@ class _Arguments:
             found |= {"virtual_stages": virtual, "schedule": "interleaved-1f1b"}
         first = self.count("decoder-first-pipeline-num-layers", 0)
         last = self.count("decoder-last-pipeline-num-layers", 0)
+        ends = (
+            self.flag("account-for-embedding-in-pipeline-split"),
+            self.flag("account-for-loss-in-pipeline-split"),
+        )
+        if any(ends):
+            found["layers_per_stage"] = self._with_ends(layers, pp * max(virtual, 1), *ends)
         if first or last:
             found["layers_per_stage"] = self._uneven(layers, pp, max(virtual, 1), first, last)
         return found
+
+    def _with_ends(self, layers: int, n_stages: int, embedding: bool, loss: bool) -> tuple[int, ...]:
+        """The layers of each stage where the embedding and the loss count as one layer each."""
+        total = layers + embedding + loss
+        if total % n_stages:
+            raise InvalidValue(
+                f"{total} layers, the embedding and the loss counted, cannot be divided over {n_stages} stages; "
+                f"choose a --num-layers that makes it a multiple."
+            )
+        each = total // n_stages
+        return each - embedding, *[each] * (n_stages - 2), each - loss
 
     def _uneven(self, layers: int, pp: int, virtual: int, first: int, last: int) -> tuple[int, ...]:
         """The layers of each stage where the first or the last rank has another number of them."""

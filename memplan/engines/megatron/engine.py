@@ -77,7 +77,8 @@ class MegatronRank:
 
         Source: megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__.
         """
-        if not self.options.overlap_grad_reduce or self.rank.pp or local:
+        alone = self.options.overlap_param_gather_with_optimizer_step
+        if not self.options.overlap_grad_reduce or self.rank.pp or local or alone:
             return None
         return self.options.ddp_bucket_size or max(USUAL_BUCKET, USUAL_BUCKET_PER_RANK * self.plan.dp)
 

@@ -60,6 +60,18 @@ class MegatronOptions:
         False,
         Flag("Gather the distributed optimizer's weights beside the forward pass", word="overlap-gather"),
     )
+    overlap_param_gather_with_optimizer_step: bool = described(
+        False, Flag("Gather the first chunk's weights beside the update of the others", word="overlap-step")
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = described(
+        None,
+        Count(
+            "Micro-batches that pass a stage in a row under the interleaved schedule",
+            left_out="pp",
+            optional=True,
+            word="group",
+        ),
+    )
     ddp_bucket_size: int | None = described(
         None,
         Count(

@@ -48,12 +48,22 @@ def _check_schedule(model: Model, plan: Plan) -> None:
             f"virtual_stages={plan.virtual_stages} is interleaved; use schedule='interleaved-1f1b'.",
             kind="several stages per rank under a schedule of one",
         )
-    if plan.virtual_stages > 1 and plan.n_micro_batches % plan.pp:
+    if plan.virtual_stages == 1:
+        return
+    group = megatron_options(plan).microbatch_group_size_per_virtual_pipeline_stage
+    if group is None and plan.n_micro_batches % plan.pp:
         raise PlanRefused(
             f"number of microbatches ({plan.n_micro_batches}) is not divisible by "
-            f"pipeline-model-parallel-size ({plan.pp}) when using interleaved schedule; use a global_batch of "
-            f"{plan.batch_of(-(-plan.n_micro_batches // plan.pp) * plan.pp)}.",
+            f"pipeline-model-parallel-size ({plan.pp}) when using interleaved schedule; use a global_batch "
+            f"of {plan.batch_of(-(-plan.n_micro_batches // plan.pp) * plan.pp)}.",
             kind="micro-batches that interleaved 1F1B cannot run",
+        )
+    rounds = max(1, plan.n_micro_batches // plan.pp)
+    if group is not None and group * rounds != plan.n_micro_batches:
+        raise MissingRule(
+            f"microbatch_group_size_per_virtual_pipeline_stage={group} with {plan.n_micro_batches} "
+            "micro-batches has no rule; leave it out.",
+            kind="options that the engine has no rule for",
         )
 
 

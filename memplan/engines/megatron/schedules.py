@@ -17,10 +17,13 @@ from memplan.engines.megatron.chunk import ModelChunk
 from memplan.orders import Action, Loop, actions
 from memplan.plan import Plan
 from memplan.record import Event, Stretch, allocs, chain, events, frees, passed, repeated
-from memplan.shapes import INT32, buffer_of
+from memplan.shapes import FP32, INT32, buffer_of
 
 NUM_TOKENS: Final = buffer_of("total_num_tokens", (), INT32)
 """The tokens of a step, which a schedule counts on the device."""
+
+LOSS: Final = buffer_of("output_tensor or num_tokens", (), FP32)
+"""The loss of a micro-batch, or its number of tokens, that a variable refers to until the next one's is there."""
 
 
 def forward_backward(
@@ -31,12 +34,18 @@ def forward_backward(
     reports = [chunk.report for chunk in chunks if chunk.last] * plan.n_micro_batches
     ends = events("end of the schedule", frees(NUM_TOKENS, *reports))
     if plan.pp == 1:
-        (chunk,) = chunks
-        passes = passed(0, "forward", chunk.forward), passed(0, "backward", chunk.backward)
-        return [begins, repeated(chain("micro-batch", *passes), plan.n_micro_batches), ends]
+        return [begins, *_no_pipelining(chunks[0], plan.n_micro_batches), ends]
     order = plan.pipeline_schedule.order(plan.pp, pp_rank, plan.virtual_stages, plan.n_micro_batches)
     schedule = _Interleaved if plan.virtual_stages > 1 else _OneForwardOneBackward
     return [begins, *schedule(chunks, first_step=first_step).run(order), ends]
+
+
+def _no_pipelining(chunk: ModelChunk, m: int) -> list[Stretch]:
+    """The micro-batches in turn; variables of the loop keep the last one's loss and tokens to the next one's."""
+    kept = events("variables of the schedule", allocs(*[LOSS, LOSS] * (m > 1)))
+    forward, backward = passed(0, "forward", chunk.forward), passed(0, "backward", chunk.backward)
+    others = repeated(chain("micro-batch", forward, backward), m - 1)
+    return [forward, kept, backward, others, events("end of the variables", frees(*[LOSS, LOSS] * (m > 1)))]
 
 
 class _Input(NamedTuple):
@@ -106,6 +115,8 @@ class _OneForwardOneBackward:
         self.in_flight: list[deque[_Input]] = [deque() for _ in chunks]
         self.forwards = [0] * len(chunks)
         self.went_back = False
+        self.has_loss = False
+        """Whether variables refer to the loss and the tokens of a micro-batch."""
         self.received: int | None = None
         """The chunk whose output's gradient the schedule's variable refers to."""
         for local, chunk in enumerate(chunks):
@@ -122,7 +133,7 @@ class _OneForwardOneBackward:
     @property
     def _state(self) -> tuple[object, ...]:
         lengths = tuple(map(len, self.in_flight))
-        return *self.refs.state(self.forwards), lengths, self.received, self.went_back
+        return *self.refs.state(self.forwards), lengths, self.received, self.went_back, self.has_loss
 
     def _loop(self, loop: Loop) -> list[Stretch]:
         found: list[Stretch] = []
@@ -142,15 +153,19 @@ class _OneForwardOneBackward:
         chunk, local = self.chunks[action.local], action.local
         if action.kind == "forward":
             before = events("receive", [*self._before_forward(local)])
-            sends = [chunk.send_forward, *[chunk.release] * (not chunk.last)]
             after = events("end of the forward pass", [*self._after_forward(local)])
-            return passed(local, "forward", before, chunk.recv_forward, chunk.forward, *sends, after)
+            sends = [chunk.send_forward, *[chunk.release] * self._releases(local), after]
+            return passed(local, "forward", before, chunk.recv_forward, chunk.forward, *sends)
         before = events("receive", [*self._before_backward(local)])
         after = events("end of the backward pass", [*self._after_backward(local)])
         self.went_back = True
         return passed(
             local, "backward", before, chunk.recv_backward, chunk.backward, after, chunk.send_backward
         )
+
+    def _releases(self, local: int) -> bool:
+        """Whether an output is freed as soon as it is sent."""
+        return not self.chunks[local].last
 
     def _before_forward(self, local: int) -> Iterator[Event]:
         """Receive an input, and give it to the decoder."""
@@ -170,6 +185,9 @@ class _OneForwardOneBackward:
         """The output's graph refers to the input that it was computed from."""
         own = self.in_flight[local]
         self.forwards[local] += 1
+        if self.chunks[local].last and not self.has_loss:
+            self.has_loss = True
+            yield from allocs(LOSS, LOSS)
         yield from self._keep_output(local, own[-1] if own else None)
 
     def _keep_output(self, local: int, of: _Input | None) -> Iterator[Event]:
@@ -205,6 +223,7 @@ class _OneForwardOneBackward:
     def _returned(self) -> Iterator[Event]:
         yield from self._let_go_of_received()
         yield from self.refs.send(None)
+        yield from frees(*[LOSS, LOSS] * self.has_loss)
         for name in ("input_tensor", "output_tensor"):
             yield from self.refs.bind(name, None)
 
@@ -218,23 +237,30 @@ class _Interleaved(_OneForwardOneBackward):
     """
 
     def run(self, order: Loop) -> list[Stretch]:
-        found: list[Stretch] = []
         listed = list(actions(order))
         self.received_forwards = [0] * len(self.chunks)
-        self.went_back = False
-        forwards = [action.local for action in listed if action.kind == "forward"]
-        backwards = [action.local for action in listed if action.kind == "backward"]
-        first = events("receive", [*self._receive(forwards.pop(0))])
-        backwards.pop(0)
-        for i, action in enumerate(listed):
+        forwards = deque([action.local for action in listed if action.kind == "forward"])
+        found = [events("receive", [*self._receive(forwards.popleft())])]
+        sent: list[Stretch] = []
+        for action, coming in zip(listed, [*listed[1:], None], strict=True):
             is_forward = action.kind == "forward"
+            if is_forward:
+                found += sent
+                sent = []
             found.append(self._act(action))
-            coming, receive = (forwards, self._receive) if is_forward else (backwards, self._receive_grad)
-            ahead = [*receive(coming.pop(0))] if coming else []
-            if is_forward and not self.went_back and listed[i + 1].kind == "backward":
-                ahead += self._receive_grad(listed[i + 1].local)
+            ahead = [*self._receive(forwards.popleft())] if is_forward and forwards else []
+            if coming is not None and coming.kind == "backward":
+                ahead += self._receive_grad(coming.local)
             found.append(events("receive", ahead))
-        return [first, *found, events("return of the schedule", [*self._returned()])]
+            if is_forward and not self.chunks[action.local].last:
+                sent = [self.chunks[action.local].release]
+            if not self.went_back:
+                found += sent
+                sent = []
+        return [*found, *sent, events("return of the schedule", [*self._returned()])]
+
+    def _releases(self, local: int) -> bool:
+        return False
 
     def _receive(self, local: int) -> Iterator[Event]:
         if self.chunks[local].first:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from memplan.models.megatron.config import TransformerConfig
+from memplan.models.megatron.layers import Norm
 from memplan.record import Compute, ComputeKind, flops_of
 from memplan.shapes import BOOL, FP32, INT64, DType, Shape
 from memplan.tape import Grads, Node, Saved, Tape, Tensor
@@ -56,6 +57,53 @@ def split_qkv(mixed: Tensor, heads: Heads) -> Qkv:
     if heads.grouped:
         q = tape.new("queries", q.shape, dtype)
     return Qkv(q, part(heads.groups), part(heads.groups), node, mixed.shape, heads.grouped)
+
+
+def with_positions(qkv: Qkv, width: int, *, fused: bool) -> Qkv:
+    """Queries and keys turned by their positions, each a new tensor; the angles are not saved for each layer.
+
+    Without the fused kernel each also saves its cosines and sines (seq, 1, 1, `width`).
+
+    Source: megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb.
+    """
+    q, k, v, node, whole, _ = qkv
+    del qkv
+    tape = q.tape
+    angles = (q.shape[1], 1, 1, width)
+
+    def turned(x: Tensor) -> tuple[Tensor, Saved]:
+        saved: Saved = ()
+        if not fused:
+            saved = tape.new("cosines", angles, x.dtype), tape.new("sines", angles, x.dtype)
+        return tape.new("turned by position", x.shape, x.dtype), saved
+
+    q, of_q = turned(q)
+    k, of_k = turned(k)
+    node = tape.node((node,), (*of_q, *of_k), lambda grad, saved: (grad,))
+    return Qkv(q, k, v, node, whole, True)
+
+
+def with_norms(qkv: Qkv, config: TransformerConfig) -> Qkv:
+    """Queries and keys normed head by head, each a new tensor; their input and statistics are saved.
+
+    Source: megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors (`q_layernorm`).
+    """
+    q, k, v, node, whole, _ = qkv
+    del qkv
+    tape, shapes, dtype = q.tape, (q.shape, k.shape), q.dtype
+    norms = [Norm(x, f"self_attention.{name}_layernorm.", config) for x, name in ((q, "q"), (k, "k"))]
+    (new_q, of_q), (new_k, of_k) = (one.forward(x, "normed") for one, x in zip(norms, (q, k), strict=True))
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape = grad.tape
+        with tape.workspace() as parts:
+            for shape in shapes:
+                parts.new("grad", shape, dtype)
+            return grad, *[grad for one in norms for grad in one.backward(tape)[1]]
+
+    weights = [tape.weight(parameter).node for one in norms for parameter in one.parameters]
+    node = tape.node((node, *weights), (q, k, *of_q, *of_k), backward)
+    return Qkv(new_q, new_k, v, node, whole, True)
 
 
 def made_contiguous(qkv: Qkv, *, transposes: bool) -> Qkv:
@@ -176,6 +224,8 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
     Source: transformer_engine.pytorch.attention.dot_product_attention.backends:UnfusedDotProductAttention,
     megatron.core.transformer.dot_product_attention:DotProductAttention.forward.
     """
+    if qkv.separate and config.transformer_impl == "transformer_engine":
+        qkv = made_contiguous(qkv, transposes=False)
     tape, (batch, seq, n, width), dtype = qkv.q.tape, qkv.q.shape, qkv.q.dtype
     scores, context = (batch, n, seq, seq), (batch, seq, n * width)
     shapes, node, whole = (qkv.q.shape, qkv.k.shape, qkv.v.shape), qkv.node, qkv.whole
@@ -190,7 +240,7 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
                 of_scores.new("grad of probabilities", scores, dtype)
                 if p:
                     of_scores.new("grad of the softmax", scores, dtype)
-                if not config.transformer_impl == "transformer_engine":
+                if config.transformer_impl != "transformer_engine":
                     of_scores.new("grad of scores", scores, dtype)
                 parts.new("grad of queries", shapes[0], dtype)
                 parts.new("grad of keys", shapes[0], dtype)

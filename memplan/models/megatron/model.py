@@ -4,6 +4,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Final, final
 
 from memplan.checks import checked_fraction
+from memplan.errors import MissingRule
+from memplan.models.base import Decoder, Model
+from memplan.models.decoders import GptDecoder, LlamaDecoder
 from memplan.models.megatron import attention as core
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.fusions import (
@@ -27,9 +30,6 @@ from memplan.models.megatron.layers import (
     transposed,
     vocab_parallel_embedding,
 )
-from memplan.errors import MissingRule
-from memplan.models.base import Decoder, Model
-from memplan.models.decoders import GptDecoder, LlamaDecoder
 from memplan.shapes import FP32, Buffer, Parameter, buffer_of
 from memplan.tape import Tensor
 
@@ -61,6 +61,7 @@ class GPTModel(Decoder):
     add_qkv_bias: bool = False
     position_embedding_type: str = "learned_absolute"
     rotary_percent: float = 1.0
+    rope_fusion: bool = True
     qk_layernorm: bool = False
     attention_dropout: float = 0.0
     config: TransformerConfig = TransformerConfig()
@@ -98,11 +99,15 @@ class GPTModel(Decoder):
         """
         if self.position_embedding_type != "rope":
             return ()
-        width = int(self.d_head * self.rotary_percent)
         return (
-            buffer_of("rotary inverse frequencies", (width // 2,), FP32),
-            buffer_of("rotary angles", (seq_len, 1, 1, width), FP32),
+            buffer_of("rotary inverse frequencies", (self.rotary_width // 2,), FP32),
+            buffer_of("rotary angles", (seq_len, 1, 1, self.rotary_width), FP32),
         )
+
+    @property
+    def rotary_width(self) -> int:
+        """The features of a head that are turned by position."""
+        return int(self.d_head * self.rotary_percent)
 
     def embed(self, tokens: Tensor) -> Tensor:
         tape, config = tokens.tape, self.config
@@ -152,6 +157,10 @@ class GPTModel(Decoder):
         mixed = self._column(x, "input_layernorm", name, width, bias=bias, with_te=with_te)
         qkv = core.split_qkv(mixed, heads)
         del mixed
+        if self.qk_layernorm:
+            qkv = core.with_norms(qkv, self.config)
+        if self.position_embedding_type == "rope":
+            qkv = core.with_positions(qkv, self.rotary_width, fused=self.rope_fusion)
         y = self._core_attention(qkv, heads)
         y, of_bias = self._row(y, "self_attention.linear_proj", with_te=with_te)
         return bias_dropout_add(y, of_bias, x, self.dropout)
