@@ -17,27 +17,118 @@ from memplan.models.megatron import GPTModel
 FLAG_WORDS: Final = {"true": True, "false": False}
 """The values of a flag in a YAML file."""
 
-REFUSED: Final = (
-    "num-experts", "context-parallel-size", "fp8-format", "fp4-format", "multi-latent-attention",
-    "use-megatron-fsdp", "use-torch-fsdp2", "hybrid-layer-pattern", "hybrid-override-pattern", "is-hybrid-model",
-    "mtp-num-layers", "optimizer-cpu-offload", "use-precision-aware-optimizer", "cuda-graph-impl",
-    "enable-cuda-graph", "external-cuda-graph", "fine-grained-activation-offloading", "cpu-offloading-num-layers",
-    "tp-comm-overlap", "defer-embedding-wgrad-compute",
-    "num-distributed-optimizer-instances",
-    "pipeline-model-parallel-layout", "distribute-saved-activations",
-    "no-masked-softmax-fusion", "no-bias-gelu-fusion",
-    "no-bias-swiglu-fusion", "no-bias-dropout-fusion", "fp32-residual-connection", "encoder-num-layers",
-    "squared-relu",
-    "rampup-batch-size", "step-batch-size-schedule", "fp16-lm-cross-entropy", "reuse-grad-buf-for-mxfp8-param-ag",
-    "ddp-pad-buckets-for-high-nccl-busbw", "te-rng-tracker", "optimizer", "window-size", "sft", "attention-output-gate",
-)  # fmt: skip
-"""Arguments that change what a step holds and that have no rule; some are read at one value."""
+READ: Final = frozenset(
+    [
+        "num-layers",
+        "hidden-size",
+        "ffn-hidden-size",
+        "num-attention-heads",
+        "group-query-attention",
+        "num-query-groups",
+        "kv-channels",
+        "seq-length",
+        "max-position-embeddings",
+        "vocab-size",
+        "make-vocab-size-divisible-by",
+        "untie-embeddings-and-output-weights",
+        "hidden-dropout",
+        "attention-dropout",
+        "normalization",
+        "swiglu",
+        "disable-bias-linear",
+        "add-qkv-bias",
+        "position-embedding-type",
+        "rotary-percent",
+        "rotary-interleaved",
+        "no-rope-fusion",
+        "qk-layernorm",
+        "tensor-model-parallel-size",
+        "pipeline-model-parallel-size",
+        "sequence-parallel",
+        "num-layers-per-virtual-pipeline-stage",
+        "num-virtual-stages-per-pipeline-rank",
+        "decoder-first-pipeline-num-layers",
+        "decoder-last-pipeline-num-layers",
+        "account-for-embedding-in-pipeline-split",
+        "account-for-loss-in-pipeline-split",
+        "microbatch-group-size-per-virtual-pipeline-stage",
+        "micro-batch-size",
+        "global-batch-size",
+        "bf16",
+        "fp16",
+        "use-distributed-optimizer",
+        "overlap-grad-reduce",
+        "overlap-param-gather",
+        "overlap-param-gather-with-optimizer-step",
+        "accumulate-allreduce-grads-in-fp32",
+        "ddp-bucket-size",
+        "clip-grad",
+        "transformer-impl",
+        "attention-backend",
+        "cross-entropy-loss-fusion",
+        "cross-entropy-fusion-impl",
+        "deterministic-mode",
+        "no-gradient-accumulation-fusion",
+        "no-create-attention-mask-in-dataloader",
+        "recompute-granularity",
+        "recompute-method",
+        "recompute-num-layers",
+    ]
+)
+"""The arguments that are read."""
+
+HARMLESS: Final = (
+    *(
+        "adam-beta",
+        "adam-eps",
+        "async-",
+        "ckpt-",
+        "dist-ckpt-",
+        "no-ckpt-",
+        "data-path",
+        "data-cache",
+        "eval-",
+    ),
+    *(
+        "exit-",
+        "log-",
+        "logging-",
+        "lr",
+        "min-lr",
+        "decoupled-",
+        "manual-gc",
+        "save",
+        "load",
+        "no-save",
+        "no-load",
+    ),
+    *("wandb-", "tokenizer-", "legacy-tokenizer", "vocab-file", "merge-file", "split", "mock-data", "fim-"),
+    *("tensorboard-", "timing-", "train-", "weight-decay", "start-weight-decay", "end-weight-decay", "seed"),
+    *("init-method-std", "num-workers", "distributed-backend", "distributed-timeout", "norm-epsilon"),
+    *("rotary-base", "check-", "no-check-for-nan", "verify-integrity", "use-mcore-models", "use-checkpoint"),
+    *(
+        "use-persistent-ckpt",
+        "use-tp-pp-dp-mapping",
+        "test-mode",
+        "auto-detect-ckpt",
+        "finetune",
+        "override-",
+    ),
+    *("no-mmap", "disable-gloo", "attention-softmax-in-fp32", "apply-query-key-layer-scaling"),
+    *("ddp-average-in-collective", "calculate-per-token-loss", "apply-layernorm-1p", "enable-experimental"),
+    *("no-persist-layer-norm", "use-flash-attn", "accumulate-allreduce-grads-in-fp32"),
+)
+"""How the names of arguments begin that change no byte of a step."""
 
 AT: Final[Mapping[str, tuple[Any, ...]]] = {
-    "context-parallel-size": (1,), "mtp-num-layers": (0,), "num-distributed-optimizer-instances": (1,),
-    "optimizer": ("adam",), "cuda-graph-impl": ("none",),
-}  # fmt: skip
-"""The values at which an argument of `REFUSED` changes nothing."""
+    "context-parallel-size": (1,),
+    "expert-model-parallel-size": (1,),
+    "mtp-num-layers": (0,),
+    "num-distributed-optimizer-instances": (1,),
+    "optimizer": ("adam",),
+    "cuda-graph-impl": ("none",),
+}
+"""The values at which other arguments change nothing."""
 
 
 @final
@@ -62,7 +153,7 @@ class Megatron(Launcher):
                 with a value that it does not take.
             MissingRule: an argument that has no rule, by name.
         """
-        found = _Arguments(*_parsed(text))
+        found = Arguments(*_parsed(text))
         return Read(keywords={"model": model or found.model, **found.keywords}, notes=tuple(found.notes))
 
 
@@ -95,15 +186,17 @@ def _of_line(text: str) -> dict[str, Any]:
     return found
 
 
-class _Arguments:
+class Arguments:
     """Megatron's arguments with their defaults, as `validate_args` completes them."""
 
     def __init__(self, given: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.given, self.environment = given, environment
-        for name in REFUSED:
-            if self.flag(name) and self._value(name) not in AT.get(name, ()):
+        for name in given:
+            known = name in READ or name.startswith(HARMLESS)
+            if not known and self.flag(name) and self._value(name) not in AT.get(name, ()):
+                value = "" if given[name] is True else f" {shown_value(given[name])}"
                 raise MissingRule(
-                    f"--{name} {shown_value(given[name])} has no rule in the Megatron engine; leave it out.",
+                    f"--{name}{value} has no rule in the Megatron engine; leave it out.",
                     kind=f"Megatron's --{name}",
                 )
 

@@ -30,7 +30,6 @@ def transformer_config(plan: Plan, device: Device) -> TransformerConfig:
         attention_backend=options.attention(device) if options.uses_te else "local",
         gradient_accumulation_fusion=options.gradient_accumulation_fusion,
         cross_entropy_loss_fusion=options.cross_entropy_loss_fusion,
-        cross_entropy_fusion_impl=options.cross_entropy_fusion_impl,
         create_attention_mask_in_dataloader=options.create_attention_mask_in_dataloader,
         deterministic_mode=options.deterministic_mode,
         vocab_multiple=options.make_vocab_size_divisible_by,

@@ -80,6 +80,12 @@ def _check_options(model: Model, plan: Plan) -> None:
             "Must use --overlap-param-gather with --overlap-grad-reduce; use overlap_grad_reduce=True.",
             kind="an overlapped gather without overlapped reductions",
         )
+    if options.cross_entropy_loss_fusion and options.cross_entropy_fusion_impl == "native":
+        raise MissingRule(
+            "cross_entropy_fusion_impl='native' is compiled by Inductor, whose temporaries have no rule; use "
+            "'te', or cross_entropy_loss_fusion=False.",
+            kind="Megatron's --cross-entropy-loss-fusion",
+        )
     if not options.uses_te and gpt_model(model).n_kv_heads != gpt_model(model).n_heads:
         raise MissingRule(
             "transformer_impl='local' with grouped queries has no rule; use 'transformer_engine'.",

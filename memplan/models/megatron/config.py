@@ -7,7 +7,7 @@ class TransformerConfig(NamedTuple):
     """The fields of `megatron.core.transformer.transformer_config:TransformerConfig` that layers read.
 
     `attention_backend` is the one that is taken ("flash", "fused" or "unfused"); `tp` is
-    `tensor_model_parallel_size`; `vocab_multiple` the argument `make_vocab_size_divisible_by`.
+    `tensor_model_parallel_size`; `vocab_multiple` the argument `make_vocab_size_divisible_by`; `cross_entropy_loss_fusion`: by Transformer Engine.
     """
 
     tp: int = 1
@@ -17,7 +17,6 @@ class TransformerConfig(NamedTuple):
     attention_backend: str = "fused"
     gradient_accumulation_fusion: bool = True
     cross_entropy_loss_fusion: bool = False
-    cross_entropy_fusion_impl: str = "native"
     create_attention_mask_in_dataloader: bool = True
     deterministic_mode: bool = False
     vocab_multiple: int = 128

@@ -110,29 +110,6 @@ def vocab_parallel_cross_entropy(logits: Tensor, config: TransformerConfig) -> T
     return loss
 
 
-def fused_vocab_parallel_cross_entropy(logits: Tensor, config: TransformerConfig) -> Tensor:
-    """The same by fused kernels: the backward pass writes the gradient in the logits' own type.
-
-    Source: megatron.core.fusions.fused_cross_entropy:_VocabParallelCrossEntropy.
-    """
-    tape, shape, dtype = logits.tape, logits.shape, logits.dtype
-    tokens = shape[:-1]
-
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        return (grad.tape.new("grad of logits", shape, dtype),)
-
-    with tape.workspace() as frame:
-        frame.new("labels, transposed", tokens, INT64)
-        frame.new("maxima", tokens, FP32)
-        wide = tape.new("logits as float32", shape, FP32)
-        mask, target = tape.new("target mask", tokens, BOOL), tape.new("masked target", tokens, INT64)
-        frame.new("predicted logits and sums", (2, *tokens), FP32)
-        sent(tape, "all_reduce", "predicted logits and sums", (2, *tokens), FP32)
-        loss = tape.new("losses", tokens, FP32)
-        loss.node = tape.node((logits.node,), (wide, mask, target), backward)
-    return loss
-
-
 def te_parallel_cross_entropy(logits: Tensor, config: TransformerConfig) -> Tensor:
     """Transformer Engine's: its forward pass writes the gradient into the logits, which are all it saves.
 

@@ -14,7 +14,6 @@ from memplan.models.megatron.fusions import (
     bias_gelu,
     bias_swiglu,
     dropout,
-    fused_vocab_parallel_cross_entropy,
     masked_loss,
     te_parallel_cross_entropy,
     vocab_parallel_cross_entropy,
@@ -35,6 +34,10 @@ from memplan.tape import Tensor
 
 WORDS: Final = "embedding.word_embeddings.weight"
 """The table of word embeddings, which a tied output layer shares."""
+
+
+DEFAULT_CONFIG: Final = TransformerConfig()
+"""Megatron's defaults, on one rank."""
 
 
 @final
@@ -64,7 +67,7 @@ class GPTModel(Decoder):
     rope_fusion: bool = True
     qk_layernorm: bool = False
     attention_dropout: float = 0.0
-    config: TransformerConfig = TransformerConfig()
+    config: TransformerConfig = DEFAULT_CONFIG
 
     def __post_init__(self) -> None:
         Decoder.__post_init__(self)
@@ -190,13 +193,8 @@ class GPTModel(Decoder):
         return column_linear(h, weight, "logits", config)
 
     def loss(self, logits: Tensor) -> Tensor:
-        config = self.config
-        if not config.cross_entropy_loss_fusion:
-            losses = vocab_parallel_cross_entropy(logits, config)
-        elif config.cross_entropy_fusion_impl == "te":
-            losses = te_parallel_cross_entropy(logits, config)
-        else:
-            losses = fused_vocab_parallel_cross_entropy(logits, config)
+        fused = self.config.cross_entropy_loss_fusion
+        losses = (te_parallel_cross_entropy if fused else vocab_parallel_cross_entropy)(logits, self.config)
         return masked_loss(losses)
 
 
