@@ -107,8 +107,8 @@ class Replayed:
     since the growth with the number of micro-batches is constant.
 
     `allocated_bytes` is what `torch.cuda.max_memory_allocated` counts: whole blocks, with the up to 1 MiB of
-    each that is not split off; `rest_bytes` what `torch.cuda.memory_allocated` counts between steps, None where
-    steps were left out. `after_step` has the peaks of allocated and of reserved bytes after each step.
+    each that is not split off; `rest_bytes` what `torch.cuda.memory_allocated` counts between steps, None
+    where steps were left out. `after_step` has the peaks of allocated and of reserved bytes after each step.
     `tried_bytes`: what was reserved when waiting for a recurring state was given up (None: never); a
     limit of at least that changes nothing until then. `free_after`: the free blocks after each loop of
     each step that leaves tensors allocated.

@@ -1,7 +1,7 @@
-"""NVIDIA's own bytes beside memplan's: the functional tests of Megatron-LM, `data/published/megatron_ci.jsonl`.
+"""NVIDIA's own bytes beside memplan's: Megatron-LM's functional tests, `data/published/megatron_ci.jsonl`.
 
-Each row is a golden file of NVIDIA's tests: what `torch.cuda.memory_allocated` and `max_memory_allocated` were
-on the last rank of a real run. memplan replays the caching allocator over the played steps, and compares both.
+Each row is a golden file of these tests: what `torch.cuda.memory_allocated` and `max_memory_allocated` were
+on the last rank of a real run. memplan replays the allocator over the played steps, and compares both.
 """
 
 import json

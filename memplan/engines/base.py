@@ -188,6 +188,8 @@ class Engine(ABC):
     """Whether it has `part_costs` and `data_parallelism`, so that search need not estimate every plan."""
     options: ClassVar[type[Any] | None] = None
     """The type of its own options: a frozen dataclass of described fields; None: it has none."""
+    code: ClassVar[str] = ""
+    """The code whose layers it runs, whatever the model's implementation; empty: the model's own."""
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 

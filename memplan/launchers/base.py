@@ -233,13 +233,20 @@ def targets(estimate: Estimate) -> tuple[str, ...]:
 def read(path: str | os.PathLike[str], of: str, model: Model | None = None) -> Read:
     """What a launcher's file says, for a model; None: the file names it.
 
+    A path that begins with "--" is not a file's but the launcher's arguments themselves.
+
     Raises:
         UnknownName: a launcher that there is not.
         InvalidValue: a file that cannot be read, or with a setting that memplan has no rule for, by name.
     """
     launcher = LAUNCHERS.named(of)
     try:
-        text = file_text(path, most_bytes=LARGEST_FILE_BYTES, what=f"configuration of {of}")
+        said = str(path).startswith("--")
+        text = (
+            str(path)
+            if said
+            else file_text(path, most_bytes=LARGEST_FILE_BYTES, what=f"configuration of {of}")
+        )
         return launcher.read(text, model)
     except MemplanError as error:
         raise of_file(path, error) from None

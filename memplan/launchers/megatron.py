@@ -345,8 +345,8 @@ class Arguments:
         total = layers + embedding + loss
         if total % n_stages:
             raise InvalidValue(
-                f"{total} layers, the embedding and the loss counted, cannot be divided over {n_stages} stages; "
-                f"choose a --num-layers that makes it a multiple."
+                f"{total} layers, the embedding and the loss counted, cannot be divided over {n_stages} "
+                "stages; choose a --num-layers that makes it a multiple."
             )
         each = total // n_stages
         return each - embedding, *[each] * (n_stages - 2), each - loss
@@ -356,10 +356,10 @@ class Arguments:
         ranks = pp - bool(first) - bool(last)
         each = (layers - first - last) // max(ranks, 1)
         of_rank = [first or each, *[each] * (pp - 2), last or each]
-        if any(n % virtual for n in of_rank):
+        if any(n % virtual for n in of_rank) or sum(of_rank) != layers:
             raise InvalidValue(
-                f"ranks of {of_rank} layers cannot each be cut into {virtual} equal stages; choose numbers that "
-                f"{virtual} divides."
+                f"--num-layers {layers} cannot be divided as {of_rank} over the ranks, each in {virtual} "
+                "equal stages; choose other numbers."
             )
         return tuple([n // virtual for n in of_rank] * virtual)
 

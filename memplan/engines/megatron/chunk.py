@@ -156,7 +156,7 @@ class ModelChunk:
         )
 
     def _forward_order(self) -> Iterator[tuple[Segment, int]]:
-        """The layers' forward passes in order, with counts; a chunk's first and last layer are listed alone."""
+        """The layers' forward passes in order, with counts; a chunk's first layer is listed alone."""
         (entry, n_entry), *others = self.blocks
         order = [(entry.entry, min(1, n_entry)), (entry.forward, n_entry - 1)]
         order += [(block.forward, n) for block, n in others]
@@ -170,7 +170,8 @@ class ModelChunk:
     def backward(self) -> Stretch:
         """The backward pass: each weight's gradient is added to its main_grad, and freed.
 
-        Source: megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook.
+        Source: megatron.core.distributed.distributed_data_parallel,
+        DistributedDataParallel._make_backward_post_hook.
         """
         trace = self.trace
         return chain(
@@ -199,7 +200,7 @@ class ModelChunk:
 
     @property
     def left_behind(self) -> Counter[Buffer]:
-        """What a step leaves: the input of the last micro-batch, which the decoder refers to, and its gradient.
+        """What a step leaves: the last input, which the decoder refers to, and its gradient.
 
         Source: megatron.core.transformer.transformer_block:TransformerBlock.set_input_tensor.
         """

@@ -105,7 +105,8 @@ class MegatronRank:
     def main_grads(self) -> list[Buffer]:
         """Float32 copies of narrower gradients, which live from one update to the next step's start.
 
-        Source: megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads.
+        Source: megatron.core.optimizer.optimizer,
+        Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads.
         """
         narrow = self.grad_dtype != FP32
         main = [one for chunk in self.states for one in chunk.main_params if narrow]
@@ -261,12 +262,19 @@ class MegatronEngine(Engine):
     """Megatron-Core's GPTModel with its DDP or distributed optimizer, and its schedules."""
 
     name = "megatron"
+    code = "Megatron-Core"
     axes = "pp", "dp", "tp"
     refusals = REFUSALS
     options = MegatronOptions
 
     def confirmed_on(self, device: Device) -> Confirmation:
         return "unconfirmed"
+
+    def notes(self, model: Model, plan: Plan) -> Iterator[str]:
+        yield (
+            "Bytes of Megatron-Core are compared with what NVIDIA published of its own tests on H100 and "
+            "A100 (validate published --engine megatron); its times are compared with no run."
+        )
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         known: dict[_Ends, ModelChunk] = {}

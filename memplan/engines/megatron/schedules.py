@@ -23,7 +23,7 @@ NUM_TOKENS: Final = buffer_of("total_num_tokens", (), INT32)
 """The tokens of a step, which a schedule counts on the device."""
 
 LOSS: Final = buffer_of("output_tensor or num_tokens", (), FP32)
-"""The loss of a micro-batch, or its number of tokens, that a variable refers to until the next one's is there."""
+"""The loss of a micro-batch, or its number of tokens, to which a variable refers until the next one's."""
 
 
 def forward_backward(
@@ -41,7 +41,7 @@ def forward_backward(
 
 
 def _no_pipelining(chunk: ModelChunk, m: int) -> list[Stretch]:
-    """The micro-batches in turn; variables of the loop keep the last one's loss and tokens to the next one's."""
+    """The micro-batches in turn; variables of the loop keep the last one's loss and tokens."""
     kept = events("variables of the schedule", allocs(*[LOSS, LOSS] * (m > 1)))
     forward, backward = passed(0, "forward", chunk.forward), passed(0, "backward", chunk.backward)
     others = repeated(chain("micro-batch", forward, backward), m - 1)

@@ -183,8 +183,8 @@ def fused_attention(qkv: Qkv, heads: Heads) -> Tensor:
 def flash_attention(qkv: Qkv, heads: Heads, *, deterministic: bool) -> Tensor:
     """FlashAttention 2, which has the batch outermost: q, k, v and its output are copied.
 
-    Backward keeps each row's dot product and a float32 accumulator of the queries' gradient, one for each part
-    of the keys if it is deterministic; grouped queries expand the gradients of keys and values.
+    Backward keeps each row's dot product and a float32 accumulator of the queries' gradient, one for each
+    part of the keys if it is deterministic; grouped queries expand the gradients of keys and values.
 
     Source: transformer_engine.pytorch.attention.dot_product_attention.backends:FlashAttention.forward,
     flash-attn 2.8's csrc/flash_attn/flash_api.cpp (`mha_fwd`, `mha_bwd`).

@@ -6,8 +6,10 @@ from typing import NamedTuple
 class TransformerConfig(NamedTuple):
     """The fields of `megatron.core.transformer.transformer_config:TransformerConfig` that layers read.
 
-    `attention_backend` is the one that is taken ("flash", "fused" or "unfused"); `tp` is
-    `tensor_model_parallel_size`; `vocab_multiple` the argument `make_vocab_size_divisible_by`; `cross_entropy_loss_fusion`: by Transformer Engine.
+    `attention_backend` is the one that is taken ("flash", "fused", "unfused" or "local"); `tp` is
+    `tensor_model_parallel_size`;
+    `vocab_multiple` the argument `make_vocab_size_divisible_by`; `cross_entropy_loss_fusion`: by Transformer
+    Engine.
     """
 
     tp: int = 1

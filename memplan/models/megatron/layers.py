@@ -38,7 +38,7 @@ def whole_sequence(shape: Shape, config: TransformerConfig) -> Shape:
 
 
 class Norm:
-    """LayerNorm or RMSNorm as Transformer Engine computes it: weights in the parameters' type, float32 sums."""
+    """LayerNorm or RMSNorm as Transformer Engine computes it: weights in the parameters' type."""
 
     def __init__(self, x: Tensor, name: str, config: TransformerConfig) -> None:
         parts = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
@@ -85,8 +85,8 @@ def te_norm_column_linear(
 ) -> Tensor:
     """A norm and a product whose weight is divided by columns: saves x, its statistics and the normed x.
 
-    Under sequence parallelism the normed x is gathered for the product, and again in the backward pass. `bias`:
-    it is added by the product; else the caller adds it.
+    Under sequence parallelism the normed x is gathered for the product, and again in the backward pass.
+    `bias`: it is added by the product; else the caller adds it.
 
     Source: transformer_engine.pytorch.module.layernorm_linear:_LayerNormLinear.
     """
@@ -130,7 +130,7 @@ def te_norm_column_linear(
 def wgrads(
     tape: Tape, shape: Shape, dtype: DType, *, bias: bool, config: TransformerConfig
 ) -> list[Tensor | None]:
-    """The gradients of a weight and its bias; with gradient accumulation fusion main_grad takes the weight's."""
+    """The gradients of a weight and its bias; fused, main_grad takes the weight's."""
     grads: list[Tensor | None] = (
         [None] if config.gradient_accumulation_fusion else [tape.new("wgrad", shape, dtype)]
     )
@@ -234,7 +234,7 @@ def row_linear(x: Tensor, weight: Parameter, name: str, config: TransformerConfi
 
 
 def vocab_parallel_embedding(tokens: Tensor, table: Parameter, config: TransformerConfig) -> Tensor:
-    """Rows of this rank's part of the vocabulary, summed over tensor ranks: (batch, seq, hidden); saves the ids.
+    """Rows of the vocabulary, summed over tensor ranks: (batch, seq, hidden); saves the ids of its own rows.
 
     Source: megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward.
     """

@@ -6,7 +6,7 @@ from typing import ClassVar, Final, final
 from memplan.checks import checked_fraction
 from memplan.errors import MissingRule
 from memplan.models.base import Decoder, Model
-from memplan.models.decoders import GptDecoder, LlamaDecoder
+from memplan.models.decoders import GptDecoder, RotaryDecoder
 from memplan.models.megatron import attention as core
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.fusions import (
@@ -206,19 +206,24 @@ def gpt_model(model: Model) -> GPTModel:
     """
     if isinstance(model, GPTModel):
         return model
+    known = model.sizes()
     sizes = {
-        name: getattr(model, name)
+        name: known[name]
         for name in ("name", "d_model", "max_seq_len", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff",
                      "vocab_size", "tied_head", "dropout")
-        if hasattr(model, name)
+        if name in known
     }  # fmt: skip
-    if model.implementation == "reference" and isinstance(model, GptDecoder) and model.family == "gpt":
+    if isinstance(model, GptDecoder) and model.family == "gpt":
         return GPTModel(**sizes, attention_dropout=model.dropout)
-    if model.implementation == "reference" and isinstance(model, LlamaDecoder) and model.family == "llama":
+    if isinstance(model, RotaryDecoder) and model.family == "llama":
         return GPTModel(
-            **sizes, normalization="RMSNorm", swiglu=True, add_bias_linear=model.mlp_bias,
-            add_qkv_bias=model.attention_bias, position_embedding_type="rope",
-        )  # fmt: skip
+            **sizes,
+            normalization="RMSNorm",
+            swiglu=True,
+            add_bias_linear=known.get("mlp_bias", False),
+            add_qkv_bias=known.get("attention_bias", False),
+            position_embedding_type="rope",
+        )
     raise MissingRule(
         f"engine='megatron' has no rule for {model.name} of the family {model.family}; use a GPT or a Llama, "
         "or Megatron's own arguments (--megatron).",
