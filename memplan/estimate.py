@@ -737,6 +737,7 @@ def estimate(
             overlap_param_gather: its distributed optimizer gathers weights beside the forward pass.
             overlap_param_gather_with_optimizer_step: and the first chunk's beside the others' update.
             microbatch_group_size_per_virtual_pipeline_stage: micro-batches in a row; None: pp.
+            num_distributed_optimizer_instances: groups of ranks, each with all of the state.
             ddp_bucket_size: elements of its buckets; None: 40 million, or a million for each rank of dp.
             cross_entropy_loss_fusion: the loss by fused kernels.
             cross_entropy_fusion_impl: whose: "native", Megatron's, or "te", Transformer Engine's.

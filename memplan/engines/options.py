@@ -49,6 +49,7 @@ class EngineOptions(TypedDict, total=False):
     overlap_param_gather: bool
     overlap_param_gather_with_optimizer_step: bool
     microbatch_group_size_per_virtual_pipeline_stage: int | None
+    num_distributed_optimizer_instances: int
     ddp_bucket_size: int | None
     cross_entropy_loss_fusion: bool
     cross_entropy_fusion_impl: Literal["native", "te"]

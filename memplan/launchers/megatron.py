@@ -60,6 +60,7 @@ READ: Final = frozenset(
         "overlap-grad-reduce",
         "overlap-param-gather",
         "overlap-param-gather-with-optimizer-step",
+        "num-distributed-optimizer-instances",
         "accumulate-allreduce-grads-in-fp32",
         "ddp-bucket-size",
         "clip-grad",
@@ -124,7 +125,6 @@ AT: Final[Mapping[str, tuple[Any, ...]]] = {
     "context-parallel-size": (1,),
     "expert-model-parallel-size": (1,),
     "mtp-num-layers": (0,),
-    "num-distributed-optimizer-instances": (1,),
     "optimizer": ("adam",),
     "cuda-graph-impl": ("none",),
 }
@@ -298,6 +298,7 @@ class Arguments:
             "transformer-impl": str, "attention-backend": str, "cross-entropy-fusion-impl": str,
             "ddp-bucket-size": count_or_text, "make-vocab-size-divisible-by": count_or_text,
             "microbatch-group-size-per-virtual-pipeline-stage": count_or_text,
+            "num-distributed-optimizer-instances": count_or_text,
         }  # fmt: skip
         flags = (
             "overlap-grad-reduce", "overlap-param-gather", "cross-entropy-loss-fusion", "deterministic-mode",

@@ -58,6 +58,7 @@ class PlanOptions(TypedDict, total=False):
     overlap_param_gather: bool | Iterable[bool]
     overlap_param_gather_with_optimizer_step: bool | Iterable[bool]
     microbatch_group_size_per_virtual_pipeline_stage: int | Iterable[int | None] | None
+    num_distributed_optimizer_instances: int | Iterable[int]
     ddp_bucket_size: int | Iterable[int | None] | None
     cross_entropy_loss_fusion: bool | Iterable[bool]
     cross_entropy_fusion_impl: str | Iterable[str]

@@ -94,10 +94,9 @@ class MegatronRank:
         for local, chunk in enumerate(self.chunks):
             parameters, shard = chunk.parameters(), None
             if plan.zero:
-                size = self.bucket_size(local)
-                shard = Shard(
-                    buckets_of(parameters, size, plan.dp, self.shared(chunk)), self.rank.dp, plan.dp
-                )
+                n = plan.dp // self.options.num_distributed_optimizer_instances
+                buckets = buckets_of(parameters, self.bucket_size(local), n, self.shared(chunk))
+                shard = Shard(buckets, self.rank.dp % n, n)
             found.append(chunk_states(parameters, self.grad_dtype, plan.optimizer, shard))
         return found
 

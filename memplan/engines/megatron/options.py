@@ -63,6 +63,9 @@ class MegatronOptions:
     overlap_param_gather_with_optimizer_step: bool = described(
         False, Flag("Gather the first chunk's weights beside the update of the others", word="overlap-step")
     )
+    num_distributed_optimizer_instances: int = described(
+        1, Count("Groups of data-parallel ranks, each with all of the optimizer's state", word="instances")
+    )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = described(
         None,
         Count(

@@ -86,6 +86,13 @@ def _check_options(model: Model, plan: Plan) -> None:
             "Must use --overlap-param-gather with --overlap-grad-reduce; use overlap_grad_reduce=True.",
             kind="an overlapped gather without overlapped reductions",
         )
+    instances = options.num_distributed_optimizer_instances
+    if instances > 1 and (not plan.zero or plan.dp % instances):
+        raise PlanRefused(
+            f"num_distributed_optimizer_instances={instances} needs the distributed optimizer, and must "
+            f"divide dp={plan.dp}; use zero=1 and a divisor of dp.",
+            kind="instances of the distributed optimizer that do not divide dp",
+        )
     if options.cross_entropy_loss_fusion and options.cross_entropy_fusion_impl == "native":
         raise MissingRule(
             "cross_entropy_fusion_impl='native' is compiled by Inductor, whose temporaries have no rule; use "
