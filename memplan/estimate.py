@@ -380,8 +380,9 @@ class Estimate:
 
         "fits, tight": the caching allocator reserves more than the budget if nothing limits it, and stays
         within it by giving cached blocks back, which takes time. "cannot say" too, unless the tensors alone
-        are too much, of an engine that does not tell what its allocator does (`RankRecord.program`), and on a
-        GPU whose kernels have no rules (AMD's), where only the tensors held between steps are known.
+        are too much, of an engine that does not tell what its allocator does (`RankRecord.program`) or whose
+        reserved bytes no run confirms (`Engine.knows_reserved`). On a GPU whose kernels have no rules (AMD's)
+        only the tensors held between steps are known.
 
         `fits`, `memplan.search`, `advise`, `why`, charts and JSON all use this rule. None without a cluster
         or a limit, and for closed-form accounting.
@@ -393,6 +394,8 @@ class Estimate:
             return "does not fit" if self.worst.rest_bytes > usable_bytes else "cannot say"
         if self.over_bytes:
             return "does not fit"  # `device_bytes` agrees, but takes a replay
+        if not self.engine.knows_reserved:
+            return "cannot say"
         held = self.device_bytes
         said = "cannot say" if held is None else self.cluster.verdict(held)
         return "fits, tight" if said == "cannot say" and self._gives_back else said

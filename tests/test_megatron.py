@@ -22,9 +22,6 @@ from memplan.replay import replayed
 from memplan.shapes import BF16, Parameter
 from validate import megatron
 
-SCORES = [megatron.scored(row) for row in megatron.read_rows()]
-PREDICTED = [one for one in SCORES if not one.reason]
-
 SMALL = GPTModel(
     name="small",
     d_model=256,
@@ -48,32 +45,68 @@ GPT_7B = (
 """gpt/gpt3_7b_tp4_pp1_memory_speed."""
 
 
+@pytest.fixture(scope="module")
+def scores() -> list[megatron.Scored]:
+    return [megatron.scored(row) for row in megatron.read_rows()]
+
+
 def rank_of(pp_rank: int = 0, dp_rank: int = 0, model: GPTModel = SMALL, **asked) -> MegatronRank:
     plan = plan_of(engine="megatron", seq_len=128, **asked)
     return MegatronRank(model, plan, Rank(pp=pp_rank, dp=dp_rank), H100, {})
 
 
-def test_nvidias_bytes_of_7b_on_an_h100():
+def test_nvidias_bytes_of_7b_on_an_h100(scores):
     """20,663,519,232 bytes after a step: no byte is off. Of the peak of 57 GB, 16,384 are missing."""
-    row = next(one for one in SCORES if one.row["row_id"] == "megatron-ci-3223")
+    row = next(one for one in scores if one.row["row_id"] == "megatron-ci-3223")
     assert row.row["allocated_bytes"] == row.rest_bytes == 20_663_519_232
     assert (row.row["max_allocated_bytes"], row.peak_off) == (57_143_791_616, -16_384)
 
 
-def test_nvidias_bytes_of_all_rows_that_are_predicted():
-    errors = sorted(abs(one.peak_error) for one in PREDICTED)
-    assert len(PREDICTED) >= 221
-    assert sum(abs(one.rest_off) <= 1024 for one in PREDICTED) >= 66
-    assert sum(error <= 0.001 for error in errors) >= 125
-    assert errors[len(errors) // 2] <= 0.0009
+def test_nvidias_bytes_of_all_rows_that_are_predicted(scores):
+    predicted = [one for one in scores if not one.reason]
+    errors = sorted(abs(one.peak_error) for one in predicted)
+    assert len(predicted) >= 257
+    assert sum(abs(one.rest_off) <= 1024 for one in predicted) >= 76
+    assert sum(error <= 0.001 for error in errors) >= 150
+    assert sum(error <= 0.01 for error in errors) >= 243
+    assert errors[len(errors) // 2] <= 0.0008
     assert errors[-1] <= 0.02
 
 
-def test_every_row_is_predicted_or_says_what_it_lacks():
-    assert len(SCORES) == 581
-    assert all(one.reason for one in SCORES if one not in PREDICTED)
-    assert {type(one.to_dict()["row_id"]) for one in SCORES} == {str}
-    assert "rows predicted" in megatron.table(SCORES)
+def test_every_row_is_predicted_or_says_what_it_lacks(scores):
+    assert len(scores) == 581
+    assert all(one.reason or one.peak_bytes for one in scores)
+    assert {type(one.to_dict()["row_id"]) for one in scores} == {str}
+    assert "rows predicted" in megatron.table(scores)
+
+
+NOGPU = {
+    "": (20_663_519_232, 57_143_791_104),
+    "--sequence-parallel": (20_799_064_064, 40_915_160_576),
+    "--sequence-parallel --recompute-granularity full --recompute-method uniform --recompute-num-layers 1": (
+        20_798_644_224,
+        25_325_544_960,
+    ),
+    "--pipeline-model-parallel-size 2": (15_487_078_400, 35_511_630_848),
+}
+"""Allocated bytes of the 7B case's last rank, after a step and the most, on an H100 that is not there.
+
+A trial of NVIDIA's pretrain_gpt.py (6e091e1b68) with Transformer Engine 2.20.2 over the played CUDA runtime.
+"""
+
+
+@pytest.mark.parametrize("more", NOGPU)
+def test_nogpus_bytes_of_7b_under_other_plans(more):
+    found = read(f"{GPT_7B} {more}", "megatron").keywords
+    model, dp = found.pop("model"), 1 if "pipeline" in more else 2
+    plan = plan_of(**found, dp=dp, cublas_workspace_config=":4096:8")
+    last = Rank(pp=plan.pp - 1, dp=dp - 1, tp=3)
+    replay = replayed(ENGINES.named("megatron").play_rank(model, plan, last, H100, None).program())
+    rest_bytes, peak_bytes = NOGPU[more]
+    assert replay.rest_bytes == pytest.approx(rest_bytes, abs=2_700_000)
+    assert replay.allocated_bytes == pytest.approx(peak_bytes, abs=2_700_000)
+    if plan.pp == 2:
+        assert (replay.rest_bytes, replay.allocated_bytes) == NOGPU[more]
 
 
 def test_buckets_are_aligned_and_hold_each_weight_once():
@@ -144,6 +177,7 @@ def test_arguments_are_read_as_validate_args_completes_them():
     keywords = {name: value for name, value in found.keywords.items() if name != "model"}
     estimated = memplan.estimate(model, cluster="8xh100-sxm", **keywords)
     assert estimated.plan.dp == 2
+    assert estimated.verdict == "cannot say"
     assert estimated.allocated_bytes == pytest.approx(57_143_791_616, rel=1e-4)
 
 
@@ -219,3 +253,24 @@ def test_a_padded_vocabulary_is_divided_evenly():
     padded = [replace(SMALL, config=SMALL.config._replace(tp=tp)).padded_vocab_size for tp in (1, 2, 8)]
     assert padded == [1024, 1024, 1024]
     assert replace(SMALL, vocab_size=1025, config=SMALL.config._replace(tp=2)).padded_vocab_size == 1280
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"tp": 2},
+        {"gradient_accumulation_fusion": False},
+        {"tp": 2, "sequence_parallel": True, "transformer_impl": "local"},
+        {"recompute": "full"},
+        {"attention_backend": "unfused"},
+        {"attention_backend": "flash", "deterministic_mode": True},
+        {"precision": "fp16-mixed", "zero": 1, "dp": 2},
+        {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te", "tp": 2},
+    ],
+)
+def test_a_steps_record_is_balanced(asked):
+    for model in (SMALL, replace(SMALL, tied_head=False, swiglu=True, position_embedding_type="rope")):
+        rank = rank_of(model=model, micro_batch=2, global_batch=8, **asked)
+        rank.record.check("megatron")
+        assert rank.record.step.net_bytes == 0

@@ -7,10 +7,11 @@ and its value head. Shapes are (batch, seq, heads, d_head) of this rank.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from memplan.kernels import cudnn_scratch
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.layers import Norm
 from memplan.record import Compute, ComputeKind, flops_of
-from memplan.shapes import BOOL, FP32, INT64, DType, Shape
+from memplan.shapes import BOOL, FP32, INT64, UINT8, DType, Shape
 from memplan.tape import Grads, Node, Saved, Tape, Tensor
 
 
@@ -161,26 +162,37 @@ def attended(
     return y
 
 
-def fused_attention(qkv: Qkv, heads: Heads) -> Tensor:
+def fused_attention(qkv: Qkv, p: float) -> Tensor:
     """cuDNN's: saves q, k, v, the output, each row's log-sum-exp and the random state.
 
-    Neglects: cuDNN's workspaces.
+    Its workspaces are taken to be those of PyTorch's calls of cuDNN.
 
     Source: transformer_engine.pytorch.attention.dot_product_attention.backends:FusedAttnFunc.
     """
     if qkv.separate:
         qkv = made_contiguous(qkv, transposes=False)
     tape, (batch, seq, n, width), dtype = qkv.q.tape, qkv.q.shape, qkv.q.dtype
+    context = tape.context
+    scratch = cudnn_scratch(
+        context.device, context.torch_release, qkv.q.shape, qkv.k.shape, dtype, dropout=bool(p)
+    )
+
+    def backward_scratch(tape: Tape) -> None:
+        with tape.workspace() as temporary:
+            temporary.new("cuDNN's workspace", (scratch.backward_bytes,), UINT8)
 
     def compute() -> tuple[Tensor, Saved]:
         y = tape.new("attention", (batch, seq, n * width), dtype)
         lse = tape.new("log-sum-exp", (batch, n, seq), FP32)
+        with tape.workspace() as temporary:
+            if scratch.forward_bytes:
+                temporary.new("cuDNN's workspace", (scratch.forward_bytes,), UINT8)
         return y, (y.detach(), lse, tape.new("random state", (2,), INT64))
 
-    return attended(qkv, compute, lambda tape: None)
+    return attended(qkv, compute, backward_scratch)
 
 
-def flash_attention(qkv: Qkv, heads: Heads, *, deterministic: bool) -> Tensor:
+def flash_attention(qkv: Qkv, *, deterministic: bool) -> Tensor:
     """FlashAttention 2, which has the batch outermost: q, k, v and its output are copied.
 
     Backward keeps each row's dot product and a float32 accumulator of the queries' gradient, one for each

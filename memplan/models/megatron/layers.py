@@ -170,11 +170,14 @@ def te_row_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -
 
 
 def column_linear(
-    x: Tensor, weight: Parameter, name: str, config: TransformerConfig, *, bias: Parameter | None = None
-) -> Tensor:
+    x: Tensor, weight: Parameter, name: str, config: TransformerConfig, *,
+    bias: Parameter | None = None, shared: bool = False,
+) -> Tensor:  # fmt: skip
     """Megatron's own product by columns: saves x; PyTorch's cuBLAS computes it.
 
     Under sequence parallelism x is gathered into Megatron's global memory buffer, which is kept for good.
+    `shared`: the weight is also the embedding's. Where the product adds its gradient to main_grad, zeros that
+    are kept for good are then added to the embedding's gradient (`zero_out_wgrad`).
 
     Source: megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.
     """
@@ -188,17 +191,22 @@ def column_linear(
             if config.sequence_parallel:
                 sent(tape, "all_gather", "input", gathered, dtype)
             grad_x = tape.new("dgrad", gathered, dtype)
+            tape.product(grad_x)
             if config.sequence_parallel:
                 local.keep(grad_x)
                 grad_x = tape.new("scattered dgrad", shape, dtype)
                 sent(tape, "reduce_scatter", "input gradient", gathered, dtype)
             elif config.tp > 1:
                 sent(tape, "all_reduce", "input gradient", gathered, dtype)
-            return grad_x, *wgrads(tape, (n_out, n_in), dtype, bias=bias is not None, config=config)
+            of_weight, *of_bias = wgrads(tape, (n_out, n_in), dtype, bias=bias is not None, config=config)
+            if shared and of_weight is None:
+                of_weight = Tensor(tape, (n_out, n_in), dtype, is_view=True)
+            return grad_x, of_weight, *of_bias
 
     if config.sequence_parallel:
         sent(tape, "all_gather", "input", gathered, dtype)
     y = gemm(tape, name, (*gathered[:-1], n_out), n_in, dtype)
+    tape.product(y)
     weights = [tape.weight(one).node for one in (weight, bias) if one is not None]
     y.node = tape.node((x.node, *weights), (x,), backward)
     return y
@@ -220,9 +228,11 @@ def row_linear(x: Tensor, weight: Parameter, name: str, config: TransformerConfi
                 local.new("gathered output gradient", whole, dtype)
                 sent(tape, "all_gather", "output gradient", whole, dtype)
             grad_x = tape.new("dgrad", shape, dtype)
+            tape.product(grad_x)
             return grad_x, *wgrads(tape, (n_out, n_in), dtype, bias=False, config=config)
 
     y = gemm(tape, name, whole, n_in, dtype)
+    tape.product(y)
     if config.sequence_parallel:
         batch, seq, _ = whole
         y = tape.new(name, (batch, seq // config.tp, n_out), dtype)

@@ -171,9 +171,9 @@ class GPTModel(Decoder):
     def _core_attention(self, qkv: core.Qkv, heads: core.Heads) -> Tensor:
         config = self.config
         if config.attention_backend == "fused":
-            return core.fused_attention(qkv, heads)
+            return core.fused_attention(qkv, self.attention_dropout)
         if config.attention_backend == "flash":
-            return core.flash_attention(qkv, heads, deterministic=config.deterministic_mode)
+            return core.flash_attention(qkv, deterministic=config.deterministic_mode)
         return core.unfused_attention(qkv, heads, self.attention_dropout, config)
 
     def _mlp(self, x: Tensor, *, with_te: bool) -> Tensor:
@@ -189,8 +189,9 @@ class GPTModel(Decoder):
         tape, config = x.tape, self.config
         h = norm(x, "decoder.final_layernorm", config)
         name = WORDS if self.tied_head else "output_layer.weight"
+        shared = name in tape.parameters
         weight = tape.parameter(name, (self.padded_vocab_size // config.tp, self.d_model))
-        return column_linear(h, weight, "logits", config)
+        return column_linear(h, weight, "logits", config, shared=shared)
 
     def loss(self, logits: Tensor) -> Tensor:
         fused = self.config.cross_entropy_loss_fusion
