@@ -10,7 +10,7 @@ from memplan.engines.megatron.options import TORCH_RELEASE, megatron_options
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.models import Model
 from memplan.models.base import BLOCKS
-from memplan.models.megatron import GPTModel, TransformerConfig, configured
+from memplan.models.megatron import GPTModel, TransformerConfig, configured, gpt_model
 from memplan.plan import Plan
 from memplan.record import Collective, CollectiveKind, Event, Stretch, allocs, chain, events, frees, repeated
 from memplan.shapes import BF16, BOOL, FP16, FP32, INT64, Buffer, DType, Parameter, buffer_of
@@ -20,14 +20,14 @@ PARAMS_DTYPES = {"bf16-mixed": BF16, "fp16-mixed": FP16, "fp32": FP32}
 """The type of the weights (`params_dtype`) under each precision: --bf16, --fp16, or neither."""
 
 
-def transformer_config(plan: Plan, device: Device) -> TransformerConfig:
+def transformer_config(model: Model, plan: Plan, device: Device) -> TransformerConfig:
     """What the plan and its options configure Megatron's layers with."""
-    options = megatron_options(plan)
+    options, dropout = megatron_options(plan), gpt_model(model).attention_dropout
     return TransformerConfig(
         tp=plan.tp,
         sequence_parallel=plan.sequence_parallel,
         transformer_impl=options.transformer_impl,
-        attention_backend=options.attention(device) if options.uses_te else "local",
+        attention_backend=options.attention(device, dropout) if options.uses_te else "local",
         gradient_accumulation_fusion=options.gradient_accumulation_fusion,
         cross_entropy_loss_fusion=options.cross_entropy_loss_fusion,
         create_attention_mask_in_dataloader=options.create_attention_mask_in_dataloader,
@@ -52,7 +52,7 @@ class ModelChunk:
     ) -> None:  # fmt: skip
         self.plan, self.first, self.last, self.n_layers = plan, first, last, n_layers
         self.tp_rank = tp_rank
-        self.model: GPTModel = configured(model, transformer_config(plan, device))
+        self.model: GPTModel = configured(model, transformer_config(model, plan, device))
         self.params_dtype: DType = PARAMS_DTYPES[plan.precision]
         self.local_seq_len = plan.seq_len // (plan.tp if plan.sequence_parallel else 1)
         self.context = OpContext(

@@ -41,8 +41,8 @@ class MegatronOptions:
     attention_backend: str = described(
         "auto",
         Choice(
-            "Transformer Engine's attention: FlashAttention 2, cuDNN's, or scores in memory; auto: cuDNN's "
-            "from Hopper on, else FlashAttention 2",
+            "Transformer Engine's attention: FlashAttention 2, cuDNN's, or scores in memory; auto: what it "
+            "takes by itself, cuDNN's from Hopper on",
             choices=ATTENTION_BACKENDS,
             word="attention",
         ),
@@ -127,14 +127,18 @@ class MegatronOptions:
         major, _, minor = self.megatron_version.partition(".")
         return int(major), int(minor)
 
-    def attention(self, device: Device) -> str:
+    def attention(self, device: Device, dropout: float) -> str:
         """The attention backend on a device: what `auto` takes there, or the one that was asked for.
 
-        Source: transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend.
+        Deterministic gradients of attention with dropout are not cuDNN's on Blackwell.
+
+        Source: transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend,
+        transformer_engine/common/fused_attn/fused_attn.cpp (`nvte_get_fused_attn_backend`).
         """
         if self.attention_backend != "auto":
             return self.attention_backend
-        return "fused" if device.at_least(9) and not device.at_least(10) else "flash"
+        by_cudnn = device.at_least(9) and not (device.at_least(10) and self.deterministic_mode and dropout)
+        return "fused" if by_cudnn else "flash"
 
     def cublas_workspace_bytes(self, device: Device) -> int:
         """The workspace that PyTorch keeps for each cuBLAS handle and stream.
