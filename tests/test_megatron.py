@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
@@ -20,6 +21,7 @@ from memplan.models.megatron import GPTModel
 from memplan.plan import Rank
 from memplan.replay import replayed
 from memplan.shapes import BF16, Parameter
+from tests.readme import ROOT
 from validate import megatron
 
 SMALL = GPTModel(
@@ -78,6 +80,14 @@ def test_every_row_is_predicted_or_says_what_it_lacks(scores):
     assert all(one.reason or one.peak_bytes for one in scores)
     assert {type(one.to_dict()["row_id"]) for one in scores} == {str}
     assert "rows predicted" in megatron.table(scores)
+
+
+def test_the_readmes_have_the_scores(scores):
+    text = (ROOT / "validate" / "README.md").read_text(encoding="utf-8")
+    assert megatron.summary(scores) in text
+    errors = sorted(abs(one.peak_error) for one in scores if not one.reason)
+    shown = f"{len(errors)} of its tests | peaks: median {median(errors):.2%} off, worst {errors[-1]:.1%}"
+    assert shown.replace("%", " %") in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 NOGPU = {

@@ -11,12 +11,12 @@ megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_inter
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from memplan.engines.megatron.chunk import ModelChunk
 from memplan.orders import Action, Loop, actions
 from memplan.plan import Plan
-from memplan.record import Event, Stretch, allocs, chain, events, frees, passed, repeated
+from memplan.record import Event, PassPart, Stretch, allocs, chain, events, frees, passed, repeated
 from memplan.shapes import FP32, INT32, buffer_of
 
 NUM_TOKENS: Final = buffer_of("total_num_tokens", (), INT32)
@@ -113,6 +113,7 @@ class _OneForwardOneBackward:
         self.chunks = chunks
         self.refs = _References(chunks)
         self.in_flight: list[deque[_Input]] = [deque() for _ in chunks]
+        self.made: dict[tuple[str, tuple[Any, ...]], Stretch] = {}
         self.forwards = [0] * len(chunks)
         self.went_back = False
         self.has_loss = False
@@ -126,9 +127,24 @@ class _OneForwardOneBackward:
                 self.refs.counts[left] = 1
                 self.refs.graded.add(left)
 
+    def _once(self, name: str, found: Iterator[Event]) -> Stretch:
+        """A stretch of events; equal ones are one object."""
+        listed = tuple(found)
+        key = name, tuple([(type(event), event) for event in listed])  # Alloc(b) == Free(b)
+        if key not in self.made:
+            self.made[key] = events(name, listed)
+        return self.made[key]
+
+    def _passed(self, local: int, part: PassPart, *parts: Stretch) -> Stretch:
+        """A pass of these parts; equal ones are one object."""
+        key = part, (local, *parts)
+        if key not in self.made:
+            self.made[key] = passed(local, part, *parts)
+        return self.made[key]
+
     def run(self, order: Loop) -> list[Stretch]:
         """The actions in order, then the frees when the schedule returns."""
-        return [*self._loop(order), events("return of the schedule", [*self._returned()])]
+        return [*self._loop(order), self._once("return of the schedule", self._returned())]
 
     @property
     def _state(self) -> tuple[object, ...]:
@@ -152,14 +168,14 @@ class _OneForwardOneBackward:
     def _act(self, action: Action) -> Stretch:
         chunk, local = self.chunks[action.local], action.local
         if action.kind == "forward":
-            before = events("receive", [*self._before_forward(local)])
-            after = events("end of the forward pass", [*self._after_forward(local)])
+            before = self._once("receive", self._before_forward(local))
+            after = self._once("end of the forward pass", self._after_forward(local))
             sends = [chunk.send_forward, *[chunk.release] * self._releases(local), after]
-            return passed(local, "forward", before, chunk.recv_forward, chunk.forward, *sends)
-        before = events("receive", [*self._before_backward(local)])
-        after = events("end of the backward pass", [*self._after_backward(local)])
+            return self._passed(local, "forward", before, chunk.recv_forward, chunk.forward, *sends)
+        before = self._once("receive", self._before_backward(local))
+        after = self._once("end of the backward pass", self._after_backward(local))
         self.went_back = True
-        return passed(
+        return self._passed(
             local, "backward", before, chunk.recv_backward, chunk.backward, after, chunk.send_backward
         )
 
@@ -240,7 +256,7 @@ class _Interleaved(_OneForwardOneBackward):
         listed = list(actions(order))
         self.received_forwards = [0] * len(self.chunks)
         forwards = deque([action.local for action in listed if action.kind == "forward"])
-        found = [events("receive", [*self._receive(forwards.popleft())])]
+        found = [self._once("receive", self._receive(forwards.popleft()))]
         sent: list[Stretch] = []
         for action, coming in zip(listed, [*listed[1:], None], strict=True):
             is_forward = action.kind == "forward"
@@ -251,13 +267,13 @@ class _Interleaved(_OneForwardOneBackward):
             ahead = [*self._receive(forwards.popleft())] if is_forward and forwards else []
             if coming is not None and coming.kind == "backward":
                 ahead += self._receive_grad(coming.local)
-            found.append(events("receive", ahead))
+            found.append(self._once("receive", iter(ahead)))
             if is_forward and not self.chunks[action.local].last:
                 sent = [self.chunks[action.local].release]
             if not self.went_back:
                 found += sent
                 sent = []
-        return [*found, *sent, events("return of the schedule", [*self._returned()])]
+        return [*found, *sent, self._once("return of the schedule", self._returned())]
 
     def _releases(self, local: int) -> bool:
         return False
