@@ -212,6 +212,11 @@ def test_a_model_config_of_nvidias_tests_is_read(tmp_path):
         ("--use-megatron-fsdp", "use-megatron-fsdp"),
         ("--an-argument-of-tomorrow", "an-argument-of-tomorrow"),
         ("--recompute-granularity selective", "recompute-granularity"),
+        ("--position-embedding-type yarn", "position-embedding-type"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+            "recompute-num-layers",
+        ),
     ],
 )
 def test_an_argument_without_a_rule_is_refused_by_its_name(more, name):
@@ -233,8 +238,14 @@ def test_what_megatron_refuses_is_refused_in_its_words():
     arguments = Arguments(read_line(GPT_7B) | {"use-distributed-optimizer": "false"}, {})
     with pytest.raises(PlanRefused, match="only supported with distributed optimizer"):
         memplan.estimate(arguments.model, cluster="8xh100-sxm", **arguments.keywords)
-    with pytest.raises(InvalidValue, match="--num-attention-heads"):
-        read("--num-layers 2", "megatron")
+    for text, said in (
+        ("--num-layers 2", "--num-attention-heads"),
+        ("--num-layers '2", "close every quote"),
+        (f"{GPT_7B} --hidden-dropout much", "is no number"),
+        (f"{GPT_7B} --num-layers", "--num-layers"),
+    ):
+        with pytest.raises(InvalidValue, match=said):
+            read(text, "megatron")
 
 
 def read_line(text: str) -> dict[str, object]:

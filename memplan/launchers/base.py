@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, final
 
 from memplan.command import estimate_command, export_command, plan_values
 from memplan.engines.options import not_usual
-from memplan.errors import InvalidValue, MemplanError, PlanRefused
+from memplan.errors import InvalidValue, MemplanError, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
 from memplan.models import Model
@@ -241,12 +241,40 @@ def read(path: str | os.PathLike[str], of: str, model: Model | None = None) -> R
     """
     launcher = LAUNCHERS.named(of)
     try:
-        said = str(path).startswith("--")
-        text = (
-            str(path)
-            if said
-            else file_text(path, most_bytes=LARGEST_FILE_BYTES, what=f"configuration of {of}")
-        )
+        text = str(path)
+        if not text.startswith("--"):
+            text = file_text(path, most_bytes=LARGEST_FILE_BYTES, what=f"configuration of {of}")
         return launcher.read(text, model)
     except MemplanError as error:
         raise of_file(path, error) from None
+
+
+def yaml_values(text: str, what: str) -> dict[str, Any]:
+    """The values of a YAML or JSON file; `what` it should be, in words.
+
+    Raises:
+        InvalidValue: no PyYAML, no YAML, an alias, or no settings.
+    """
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise InvalidValue("needs PyYAML to be read; pip install 'memplan[launchers]'.") from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """A loader without aliases, by which a short file could stand for a huge one."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise InvalidValue("has an alias (*name), which no such file needs; write the value.")
+            return super().compose_node(parent, index)
+
+    try:
+        values: object = yaml.load(text, Loader)
+    except InvalidValue:
+        raise
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        shown = shown_value(str(error), 120)
+        raise InvalidValue(f"is not YAML ({shown}); use {what}.") from None
+    if not isinstance(values, dict):
+        raise InvalidValue(f"holds no settings; use {what}.")
+    return {str(key): value for key, value in values.items()}

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, final
 
 from memplan.checks import checked_count
-from memplan.errors import InvalidValue, MissingRule, shown_value
-from memplan.fields import count_or_text
-from memplan.launchers.base import Job, Launcher, Limit, Read
+from memplan.errors import InvalidValue, MissingRule, reason, shown_value
+from memplan.fields import count_or_text, number_or_text
+from memplan.launchers.base import Job, Launcher, Limit, Read, yaml_values
 from memplan.models import Model
 from memplan.models.megatron import GPTModel
 
@@ -121,6 +121,9 @@ HARMLESS: Final = (
 )
 """How the names of arguments begin that change no byte of a step."""
 
+POSITIONS: Final = ("learned_absolute", "rope", "none")
+"""The position embeddings that have rules, Megatron's default first."""
+
 AT: Final[Mapping[str, tuple[Any, ...]]] = {
     "context-parallel-size": (1,),
     "expert-model-parallel-size": (1,),
@@ -161,17 +164,22 @@ def _parsed(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The arguments without their dashes, and the variables of the environment, of either kind of file."""
     if "MODEL_ARGS" not in text:
         return _of_line(text), {}
-    import yaml  # slow to import, and rarely needed
-
-    values = yaml.safe_load(text)
-    arguments = {str(key).removeprefix("--"): value for key, value in values["MODEL_ARGS"].items()}
-    return arguments, {key: str(value) for key, value in (values.get("ENV_VARS") or {}).items()}
+    values = yaml_values(text, "a model_config.yaml of Megatron's functional tests")
+    arguments, environment = values.get("MODEL_ARGS"), values.get("ENV_VARS") or {}
+    if not isinstance(arguments, dict) or not isinstance(environment, dict):
+        raise InvalidValue("MODEL_ARGS and ENV_VARS must be mappings, as in Megatron's functional tests.")
+    given = {str(key).removeprefix("--"): value for key, value in arguments.items()}
+    return given, {str(key): str(value) for key, value in environment.items()}
 
 
 def _of_line(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     name = ""
-    for word in shlex.split(text, comments=True):
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise InvalidValue(f"it is no line of arguments ({reason(error)}); close every quote.") from None
+    for word in words:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
             found[name] = value or True
@@ -223,8 +231,30 @@ class Arguments:
         return checked_count(f"--{name}", value, least=0)
 
     def number(self, name: str, default: float) -> float:
-        """A number."""
-        return float(self.given.get(name, default))
+        """A number.
+
+        Raises:
+            InvalidValue: anything else.
+        """
+        value = number_or_text(str(self.given.get(name, default)))
+        if isinstance(value, str):
+            raise InvalidValue(f"--{name}={shown_value(value)} is no number; use one, as {default}.")
+        return value
+
+    def one_of(self, name: str, *choices: str) -> str:
+        """One of some words, the first of which is the default.
+
+        Raises:
+            MissingRule: another word, which has no rule.
+        """
+        value = str(self.given.get(name, choices[0]))
+        if value not in choices:
+            raise MissingRule(
+                f"--{name} {shown_value(value)} has no rule in the Megatron engine; use "
+                f"{' or '.join(choices)}.",
+                kind=f"Megatron's --{name}",
+            )
+        return value
 
     @property
     def tp(self) -> int:
@@ -263,11 +293,13 @@ class Arguments:
             tied_head=not self.flag("untie-embeddings-and-output-weights"),
             dropout=hidden_dropout,
             attention_dropout=self.number("attention-dropout", 0.1),
-            normalization=str(self.given.get("normalization", "LayerNorm")),
+            normalization=self.one_of("normalization", "LayerNorm", "RMSNorm"),
             swiglu=self.flag("swiglu"),
             add_bias_linear=not self.flag("disable-bias-linear"),
             add_qkv_bias=self.flag("add-qkv-bias"),
-            position_embedding_type=str(self.given.get("position-embedding-type", "learned_absolute")),
+            position_embedding_type=self.one_of(
+                "position-embedding-type", "learned_absolute", "rope", "none"
+            ),
             rotary_percent=self.number("rotary-percent", 1.0),
             rope_fusion=not self.flag("no-rope-fusion"),
             qk_layernorm=self.flag("qk-layernorm"),
@@ -365,11 +397,9 @@ class Arguments:
         return tuple([n // virtual for n in of_rank] * virtual)
 
     def _recomputation(self) -> dict[str, Any]:
-        granularity = self.given.get("recompute-granularity")
-        if granularity is None:
+        if "recompute-granularity" not in self.given:
             return {}
-        if granularity == "selective":
-            raise MissingRule("--recompute-granularity selective has no rule yet; use full, or leave it out.")
+        self.one_of("recompute-granularity", "full")
         method, n = self.given.get("recompute-method"), self.count("recompute-num-layers", 1)
         if method == "block":
             return {"recompute": "full", "recompute_blocks": n}
