@@ -297,9 +297,7 @@ class Arguments:
             swiglu=self.flag("swiglu"),
             add_bias_linear=not self.flag("disable-bias-linear"),
             add_qkv_bias=self.flag("add-qkv-bias"),
-            position_embedding_type=self.one_of(
-                "position-embedding-type", "learned_absolute", "rope", "none"
-            ),
+            position_embedding_type=self.one_of("position-embedding-type", *POSITIONS),
             rotary_percent=self.number("rotary-percent", 1.0),
             rope_fusion=not self.flag("no-rope-fusion"),
             qk_layernorm=self.flag("qk-layernorm"),

@@ -62,6 +62,7 @@ class ModelChunk:
             micro_batch=plan.micro_batch,
             seq_len=self.local_seq_len,
             torch_release=TORCH_RELEASE,
+            recomputes_outputs=True,
         )
         boundary = self.trace.boundary
         self.input = buffer_of("received input", boundary.shape, boundary.dtype, "activations")
