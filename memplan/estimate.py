@@ -380,8 +380,9 @@ class Estimate:
 
         "fits, tight": the caching allocator reserves more than the budget if nothing limits it, and stays
         within it by giving cached blocks back, which takes time. "cannot say" too, unless the tensors alone
-        are too much, of an engine that does not tell what its allocator does (`RankRecord.program`), and on a
-        GPU whose kernels have no rules (AMD's), where only the tensors held between steps are known.
+        are too much, of an engine that does not tell what its allocator does (`RankRecord.program`) or whose
+        reserved bytes no run confirms (`Engine.knows_reserved`). On a GPU whose kernels have no rules (AMD's)
+        only the tensors held between steps are known.
 
         `fits`, `memplan.search`, `advise`, `why`, charts and JSON all use this rule. None without a cluster
         or a limit, and for closed-form accounting.
@@ -393,6 +394,8 @@ class Estimate:
             return "does not fit" if self.worst.rest_bytes > usable_bytes else "cannot say"
         if self.over_bytes:
             return "does not fit"  # `device_bytes` agrees, but takes a replay
+        if not self.engine.knows_reserved:
+            return "cannot say"
         held = self.device_bytes
         said = "cannot say" if held is None else self.cluster.verdict(held)
         return "fits, tight" if said == "cannot say" and self._gives_back else said
@@ -705,16 +708,16 @@ def estimate(
         offload: weights, gradients and optimizer state are kept on the host (FSDP).
         clip_grad_norm: the largest norm of the whole gradient; left out, not clipped.
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
-        engine: "torch", or "textbook": the papers' closed forms, for teaching; they give no verdict; or one
-            that another package has registered.
+        engine: "torch", "megatron" (Megatron-Core), or "textbook": the papers' closed forms, for teaching;
+            they give no verdict; or one that another package has registered.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
         device: "cuda" or "cpu", whose rules apply; left out, the cluster's, and "cuda" without one. "cpu" is
             what `python -m validate` measures on processes of this machine.
         cache: whether the trace of a config.json is kept in the user's cache folder, or made anew.
-        **options: the engine's own options, here those of "torch"; `memplan estimate --engine NAME -h` lists
-            another's.
+        **options: the engine's own options, here those of "torch", then those of "megatron"; `memplan
+            estimate --engine NAME -h` lists one engine's.
             fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
             fsdp_blocks: blocks in a row that share a unit.
             fsdp_version: 2, `fully_shard`, or 1, `FullyShardedDataParallel`.
@@ -732,6 +735,23 @@ def estimate(
             ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
             torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
             alloc_conf: the caching allocator's settings, as in "expandable_segments:True".
+            transformer_impl: Megatron's layers: "transformer_engine", or its own, "local".
+            attention_backend: Transformer Engine's attention: "flash", "fused", "unfused", or "auto".
+            gradient_accumulation_fusion: matrix products add weights' gradients to main_grad themselves.
+            accumulate_allreduce_grads_in_fp32: main_grad in float32 under fp16, as always under bf16.
+            overlap_grad_reduce: Megatron reduces gradients in buckets beside the backward pass.
+            overlap_param_gather: its distributed optimizer gathers weights beside the forward pass.
+            overlap_param_gather_with_optimizer_step: and the first chunk's beside the others' update.
+            microbatch_group_size_per_virtual_pipeline_stage: micro-batches in a row; None: pp.
+            num_distributed_optimizer_instances: groups of ranks, each with all of the state.
+            ddp_bucket_size: elements of its buckets; None: 40 million, or a million for each rank of dp.
+            cross_entropy_loss_fusion: the loss by fused kernels.
+            cross_entropy_fusion_impl: whose: "native", Megatron's, or "te", Transformer Engine's.
+            create_attention_mask_in_dataloader: each micro-batch comes with a mask of booleans.
+            deterministic_mode: only operations whose results do not vary.
+            make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp.
+            cublas_workspace_config: the value of `CUBLAS_WORKSPACE_CONFIG`, as in ":4096:8".
+            megatron_version: the release of Megatron-Core whose rules apply.
 
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.

@@ -158,8 +158,8 @@ class Plan:
     engine: str = described(
         "torch",
         Name(
-            "Whose rules: torch, what PyTorch allocates; textbook, the papers' formulas, for teaching, "
-            "never a verdict; or another package's"
+            "Whose rules: torch, what PyTorch allocates; megatron, Megatron-Core; textbook, the papers' "
+            "formulas, for teaching, never a verdict; or another package's"
         ),
     )
     options: Any = None

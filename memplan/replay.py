@@ -107,7 +107,8 @@ class Replayed:
     since the growth with the number of micro-batches is constant.
 
     `allocated_bytes` is what `torch.cuda.max_memory_allocated` counts: whole blocks, with the up to 1 MiB of
-    each that is not split off. `after_step` has the peaks of allocated and of reserved bytes after each step.
+    each that is not split off; `rest_bytes` what `torch.cuda.memory_allocated` counts between steps, None
+    where steps were left out. `after_step` has the peaks of allocated and of reserved bytes after each step.
     `tried_bytes`: what was reserved when waiting for a recurring state was given up (None: never); a
     limit of at least that changes nothing until then. `free_after`: the free blocks after each loop of
     each step that leaves tensors allocated.
@@ -118,6 +119,7 @@ class Replayed:
     n_retries: int
     settled: bool
     after_step: tuple[tuple[int, int], ...]
+    rest_bytes: int | None = field(default=None, compare=False)
     tried_bytes: int | None = field(default=None, repr=False, compare=False)
     free_after: tuple[tuple[FreeSizes, ...], ...] = field(default=(), repr=False, compare=False)
 
@@ -276,9 +278,10 @@ def _replayed(
     peaks: list[tuple[int, int]] = []
     free_after: list[tuple[FreeSizes, ...]] = []
     before: _State | None = None
-    settled = False
+    settled, rest_bytes = False, 0
     while len(peaks) < MOST_STEPS and not settled:
         settled = not replay.step()
+        rest_bytes = rest_bytes if settled else allocator.allocated_bytes
         peaks.append((allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
         if not settled:
             free_after.append(tuple(replay.free_after))
@@ -297,6 +300,7 @@ def _replayed(
         n_retries=allocator.n_retries,
         settled=settled,
         after_step=tuple(peaks),
+        rest_bytes=rest_bytes,
         free_after=tuple(free_after),
     )
 

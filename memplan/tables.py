@@ -201,7 +201,7 @@ def _plan(estimate: Estimate) -> str:
         f"{name}={value}" for name, value in options.items() if name not in (*HEADED, *axis_names(), *VIEWS)
     ]
     layers = f"{model.n_blocks} layers" if model.n_blocks else "no repeated blocks"
-    size = f"{estimate.n_parameters:,} parameters, {layers}; code: {model.code}"
+    size = f"{estimate.n_parameters:,} parameters, {layers}; code: {estimate.engine.code or model.code}"
     return "\n".join(map(wrapped, [f"{', '.join(how)}; {batch_text(plan)}", size]))
 
 

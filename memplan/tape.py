@@ -100,6 +100,7 @@ class OpContext:
     "block" or "block+ends", whose arguments are cast to the type of the weights. `loss_chunks`: pieces of the
     sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
     `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
+    `recomputes_outputs`: a checkpoint is reentrant: it computes its region's output again too, and holds it.
     """
 
     device: Device = H100
@@ -120,6 +121,7 @@ class OpContext:
     loss_chunks: int = 1
     torch_release: Release = (2, 13)
     keeps_wide_grads: bool = False
+    recomputes_outputs: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -207,6 +209,7 @@ class Region:
     nodes: list[Node] = field(default_factory=list)
     n_saving: int = 0
     rng_state: "Tensor | None" = None
+    output: "Tensor | None" = None
     saved_outputs: deque[Saved] = field(default_factory=deque)
 
 
@@ -507,7 +510,7 @@ class Tape:
             else:
                 node.saved = saved
             self._expected -= 1
-            if self._expected == 0:
+            if self._expected == 0 and not self.context.recomputes_outputs:
                 raise _Recomputed
         return node
 
@@ -844,7 +847,9 @@ class Tape:
             if self.context.device.on_cpu:
                 current.keep(self._rng_state())
             with suppress(_Recomputed):
-                region.function(x.alias(x.node))
+                output = region.function(x.alias(x.node))
+                region.output = output.detach() if self.context.recomputes_outputs else None
+                del output
         self._saved_again.clear()
         self.shared = shared
         self.end_stretch()

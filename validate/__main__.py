@@ -39,7 +39,7 @@ from memplan.engines.options import plan_of, with_said
 from memplan.files import shown_path
 from memplan.text_tables import printable
 from memplan.units import human_bytes
-from validate import fake, nogpu, published, report
+from validate import fake, megatron, nogpu, published, report
 from validate.attribution import comparison
 from validate.calibrate import calibrated
 from validate.cases import LEAST_STEPS, Case, placed
@@ -579,11 +579,23 @@ def rejudge(files: tuple[Path, ...], out: Path) -> None:
 @main.command("published")
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each row.")
-def compare_published(file: Path | None, as_json: bool) -> None:
+@click.option(
+    "--engine",
+    type=click.Choice(("torch", "megatron")),
+    default="torch",
+    help="Whose runs; torch: PyTorch's.",
+)
+def compare_published(file: Path | None, as_json: bool, engine: str) -> None:
     """Compare published measurements of GPU memory with memplan's predictions; nothing is run.
 
-    FILE has the columns of data/published/memory.csv, which comes with memplan and is read if it is left out.
+    FILE has the columns of data/published/memory.csv, which comes with memplan and is read if it is left out;
+    with --engine megatron, the rows of data/published/megatron_ci.jsonl.
     """
+    if engine == "megatron":
+        found = [megatron.scored(row) for row in megatron.read_rows(file or megatron.ROWS)]
+        text = [json.dumps(one.to_dict()) for one in found] if as_json else [megatron.table(found)]
+        click.echo("\n".join(text))
+        return
     rows = [published.compared(row) for row in published.read_rows(file or published.ROWS)]
     if as_json:
         for row in rows:

@@ -48,10 +48,11 @@ def command(
     MODEL is a name (see `memplan models`), the path of a Hugging Face config.json or of a trace, or
     package.module:factory, the name of a function of yours. It returns (module, inputs), (module, args,
     kwargs), or a dict of the arguments of memplan.trace: module, example_inputs, targets, loss, blocks, ...
-    A file of torchtitan names it too.
+    A file of torchtitan names it too, and Megatron's arguments describe it.
     """
-    model, asked = with_file(model, asked)
-    result = estimate(model_of(model, blocks), **asked)
+    planned, asked = with_file(model, asked)
+    model = planned if isinstance(planned, str) else None
+    result = estimate(planned if model is None else model_of(model, blocks), **asked)
     worst = result.worst
     tables = {"ledger": worst.alive} | ({"host_ledger": worst.host_alive} if result.plan.offload else {})
     rows = {name: ledger_rows(alive) for name, alive in tables.items() if ledger}

@@ -1,4 +1,4 @@
-"""Files of launchers as plans: `memplan estimate --torchtitan FILE`."""
+"""Files of launchers as plans: `memplan estimate --torchtitan FILE`, or --megatron with its arguments."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -7,10 +7,11 @@ import click
 from click.core import ParameterSource
 
 from memplan.cli.program import Refused
+from memplan.engines.options import option_fields
 from memplan.launchers import read
-from memplan.models import resolve
+from memplan.models import Model, resolve
 
-LAUNCHERS: Final = ("torchtitan", "accelerate")
+LAUNCHERS: Final = ("torchtitan", "accelerate", "megatron")
 """The launchers whose files are read."""
 
 
@@ -26,8 +27,8 @@ def file_options() -> Callable[[Any], Any]:
     return decorated
 
 
-def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model, and the flags with what a launcher's file says where no flag was given.
+def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str | Model, dict[str, Any]]:
+    """The model, or its name, and the flags with what a launcher's file says where no flag was given.
 
     Raises:
         UsageError: without a model.
@@ -42,11 +43,15 @@ def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str, dict[str, 
         if model is not None and ":" in model:
             raise Refused(f"--{name} plans models of a name or a file; plan a function of yours by flags.")
         found = read(file, name, None if model is None else resolve(model, asked["implementation"]))
-        model = model or found.keywords["model"]
         for note in found.notes:
             click.echo(f"Note: {note}", err=True)
         given = {key for key in asked if context.get_parameter_source(key) is ParameterSource.COMMANDLINE}
+        if "engine" in found.keywords:
+            others = option_fields(asked["engine"])
+            asked = {key: value for key, value in asked.items() if key not in others or key in given}
         asked |= {key: value for key, value in found.keywords.items() if key not in {*given, "model"}}
+        if model is None:
+            return found.keywords["model"], asked
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.", context)
     return model, asked

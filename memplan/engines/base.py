@@ -188,6 +188,10 @@ class Engine(ABC):
     """Whether it has `part_costs` and `data_parallelism`, so that search need not estimate every plan."""
     options: ClassVar[type[Any] | None] = None
     """The type of its own options: a frozen dataclass of described fields; None: it has none."""
+    code: ClassVar[str] = ""
+    """The code whose layers it runs, whatever the model's implementation; empty: the model's own."""
+    knows_reserved: ClassVar[bool] = True
+    """Whether runs confirm what the allocator reserves for its plans; if not, no verdict is "fits"."""
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 
@@ -294,6 +298,7 @@ ENGINES: Final = Registry(
     kind=Engine,  # type: ignore[type-abstract]
     own={
         "torch": "memplan.engines.torch:TORCH",
+        "megatron": "memplan.engines.megatron:MEGATRON",
         "textbook": "memplan.engines.textbook:TEXTBOOK",
     },
 )

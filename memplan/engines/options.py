@@ -42,6 +42,23 @@ class EngineOptions(TypedDict, total=False):
     ddp_comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
     torch_version: Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
     alloc_conf: str
+    transformer_impl: Literal["transformer_engine", "local"]
+    attention_backend: Literal["auto", "flash", "fused", "unfused"]
+    gradient_accumulation_fusion: bool
+    accumulate_allreduce_grads_in_fp32: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    overlap_param_gather_with_optimizer_step: bool
+    microbatch_group_size_per_virtual_pipeline_stage: int | None
+    num_distributed_optimizer_instances: int
+    ddp_bucket_size: int | None
+    cross_entropy_loss_fusion: bool
+    cross_entropy_fusion_impl: Literal["native", "te"]
+    create_attention_mask_in_dataloader: bool
+    deterministic_mode: bool
+    make_vocab_size_divisible_by: int
+    cublas_workspace_config: str
+    megatron_version: Literal["0.15", "0.18"]
 
 
 def shows(keywords: Any) -> Callable[[F], F]:

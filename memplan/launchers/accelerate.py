@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, final
 from memplan.checks import checked_count
 from memplan.engines.options import plan_dict
 from memplan.errors import InvalidValue, shown_value, unknown_name
-from memplan.launchers.base import Job, Launcher, Limit, Read
+from memplan.launchers.base import Job, Launcher, Limit, Read, yaml_values
 from memplan.models import Decoder, Model, ends_are_tied
 from memplan.models.families import implementations_of
 from memplan.plan import Plan
@@ -169,7 +169,7 @@ class Accelerate(Launcher):
     def read(self, text: str, model: Model | None) -> Read:
         if model is None:
             raise InvalidValue("names no model; give one beside it, as in llama-3-8b.")
-        values = _parsed(text)
+        values = yaml_values(text, "a file of accelerate config")
         _check_keys(values)
         fsdp = _without_prefix(values.get("fsdp_config"), "fsdp_")
         sizes = _without_prefix(values.get("parallelism_config"), "parallelism_config_")
@@ -254,33 +254,6 @@ def _of_script(plan: Plan) -> Iterator[str]:
         yield f"Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({', '.join(handler)})])"
     if not options["set_to_none"]:
         yield "optimizer.zero_grad(set_to_none=False)"
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """The values of a YAML or JSON file."""
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        raise InvalidValue("needs PyYAML to be read; pip install 'memplan[launchers]'.") from None
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """A loader without aliases, by which a short file could stand for a huge one."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise InvalidValue("has an alias (*name), which no such file needs; write the value.")
-            return super().compose_node(parent, index)
-
-    try:
-        values: object = yaml.load(text, Loader)
-    except InvalidValue:
-        raise
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        shown = shown_value(str(error), 120)
-        raise InvalidValue(f"is not YAML ({shown}); use a file of accelerate config.") from None
-    if not isinstance(values, dict):
-        raise InvalidValue("holds no settings; use a file of accelerate config.")
-    return {str(key): value for key, value in values.items()}
 
 
 def _check_keys(values: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, final
 
 from memplan.command import estimate_command, export_command, plan_values
 from memplan.engines.options import not_usual
-from memplan.errors import InvalidValue, MemplanError, PlanRefused
+from memplan.errors import InvalidValue, MemplanError, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
 from memplan.models import Model
@@ -165,6 +165,7 @@ LAUNCHERS: Final = Registry(
         "torchtitan": "memplan.launchers.torchtitan:TORCHTITAN",
         "accelerate": "memplan.launchers.accelerate:ACCELERATE",
         "transformers": "memplan.launchers.transformers:TRANSFORMERS",
+        "megatron": "memplan.launchers.megatron:MEGATRON",
     },
 )
 """The launchers by name; one is imported when it is first named."""
@@ -232,13 +233,48 @@ def targets(estimate: Estimate) -> tuple[str, ...]:
 def read(path: str | os.PathLike[str], of: str, model: Model | None = None) -> Read:
     """What a launcher's file says, for a model; None: the file names it.
 
+    A path that begins with "--" is not a file's but the launcher's arguments themselves.
+
     Raises:
         UnknownName: a launcher that there is not.
         InvalidValue: a file that cannot be read, or with a setting that memplan has no rule for, by name.
     """
     launcher = LAUNCHERS.named(of)
     try:
-        text = file_text(path, most_bytes=LARGEST_FILE_BYTES, what=f"configuration of {of}")
+        text = str(path)
+        if not text.startswith("--"):
+            text = file_text(path, most_bytes=LARGEST_FILE_BYTES, what=f"configuration of {of}")
         return launcher.read(text, model)
     except MemplanError as error:
         raise of_file(path, error) from None
+
+
+def yaml_values(text: str, what: str) -> dict[str, Any]:
+    """The values of a YAML or JSON file; `what` it should be, in words.
+
+    Raises:
+        InvalidValue: no PyYAML, no YAML, an alias, or no settings.
+    """
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise InvalidValue("needs PyYAML to be read; pip install 'memplan[launchers]'.") from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """A loader without aliases, by which a short file could stand for a huge one."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise InvalidValue("has an alias (*name), which no such file needs; write the value.")
+            return super().compose_node(parent, index)
+
+    try:
+        values: object = yaml.load(text, Loader)
+    except InvalidValue:
+        raise
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        shown = shown_value(str(error), 120)
+        raise InvalidValue(f"is not YAML ({shown}); use {what}.") from None
+    if not isinstance(values, dict):
+        raise InvalidValue(f"holds no settings; use {what}.")
+    return {str(key): value for key, value in values.items()}

@@ -52,6 +52,23 @@ class PlanOptions(TypedDict, total=False):
     ddp_comm_hook: str | Iterable[str]
     torch_version: str | Iterable[str]
     alloc_conf: str
+    transformer_impl: str | Iterable[str]
+    attention_backend: str | Iterable[str]
+    gradient_accumulation_fusion: bool | Iterable[bool]
+    accumulate_allreduce_grads_in_fp32: bool | Iterable[bool]
+    overlap_grad_reduce: bool | Iterable[bool]
+    overlap_param_gather: bool | Iterable[bool]
+    overlap_param_gather_with_optimizer_step: bool | Iterable[bool]
+    microbatch_group_size_per_virtual_pipeline_stage: int | Iterable[int | None] | None
+    num_distributed_optimizer_instances: int | Iterable[int]
+    ddp_bucket_size: int | Iterable[int | None] | None
+    cross_entropy_loss_fusion: bool | Iterable[bool]
+    cross_entropy_fusion_impl: str | Iterable[str]
+    create_attention_mask_in_dataloader: bool | Iterable[bool]
+    deterministic_mode: bool | Iterable[bool]
+    make_vocab_size_divisible_by: int | Iterable[int]
+    cublas_workspace_config: str
+    megatron_version: str | Iterable[str]
 
 
 class SearchOptions(PlanOptions, total=False):

@@ -13,8 +13,9 @@ from functools import lru_cache, partial
 from itertools import groupby, islice, repeat
 from typing import Final, NamedTuple, final
 
+from memplan.engines.backward import backward_order, from_outside
 from memplan.engines.split import BlockRuns
-from memplan.engines.torch.module import StageModule, backward_order, before_blocks, from_outside
+from memplan.engines.torch.module import StageModule, before_blocks
 from memplan.engines.torch.sharding import ddp_buckets, partial_sum
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment, Trace, buffer_in, gradients

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple, final
 
+from memplan.engines.backward import added_to_older, backward_order, from_outside
 from memplan.engines.torch.module import (
     StageModule,
-    added_to_older,
-    backward_order,
     before_blocks,
-    from_outside,
 )
 from memplan.engines.torch.param_group import CommContext, ParamGroup, Units
 from memplan.engines.torch.stage import Stage

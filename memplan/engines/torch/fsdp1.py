@@ -6,8 +6,9 @@ Source: `torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataPara
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Self, final
 
+from memplan.engines.backward import backward_order
 from memplan.engines.torch.flat_parameter import FlatParameter, FlatUnits
-from memplan.engines.torch.module import StageModule, backward_order, before_blocks
+from memplan.engines.torch.module import StageModule, before_blocks
 from memplan.engines.torch.stage import Stage
 from memplan.engines.torch.units import CountedEvents, grouped, in_order, next_units, opened_when_called
 from memplan.engines.trace import Segment

@@ -12,12 +12,12 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar, cast, final
 
+from memplan.engines.backward import added_to_older, backward_order, from_outside
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Block, Segment, Trace
+from memplan.engines.trace import Segment, Trace
 from memplan.orders import ActionKind
 from memplan.record import (
     AccumulateGrad,
-    AddToIncoming,
     Alloc,
     Collective,
     CollectiveKind,
@@ -302,44 +302,6 @@ def _parts_of(phase: Literal["forward", "backward"], found: Sequence[Event]) -> 
                 part = parameter.name.partition(".")[0]
         names.append(part)
     return names if phase == "forward" else names[::-1]
-
-
-def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segment, int]]:
-    """The blocks' backward passes in order, with counts; the last and first block are listed alone."""
-    (entry, n_entry), end = blocks[0], len(blocks) - 1
-    if sum([n for _, n in blocks]) > 1:
-        yield blocks[end][0].backward, 1
-        for i in range(end, -1, -1):
-            block, n = blocks[i]
-            yield block.backward, n - (i == end) - (i == 0)
-    if n_entry:
-        yield entry.entry_backward, 1
-
-
-def added_to_older(segment: Segment) -> tuple[Event, ...]:
-    """The segment's events if there are older gradients: each new one is added to them in place and freed."""
-    found: list[Event] = []
-    for event in segment.events:
-        found.append(event)
-        if isinstance(event, AccumulateGrad):
-            found.append(Free(event.buffer))
-    return tuple(found)
-
-
-def from_outside(found: Iterable[Event], incoming: Buffer) -> tuple[Event, ...]:
-    """A block's backward events if its output's gradient, `incoming`, was received from another rank.
-
-    The schedule frees `incoming`; the sum with it is a new tensor.
-    """
-    found = tuple(found)
-    is_dropped = any(isinstance(event, AddToIncoming) for event in found)
-    kept: list[Event] = []
-    for event in found:
-        if isinstance(event, Free) and event.buffer is incoming and not is_dropped:
-            is_dropped = True
-            continue
-        kept.append(Alloc(event.buffer) if isinstance(event, AddToIncoming) else event)
-    return tuple(kept)
 
 
 def with_p2p(

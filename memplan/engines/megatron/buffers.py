@@ -1,0 +1,157 @@
+"""Megatron's parameter and gradient buffers, and its optimizers' states, of one rank.
+
+A model chunk's weights are laid out in one buffer in the reverse of the module's order, cut into buckets. The
+distributed optimizer gives each data-parallel rank an equal part of each bucket.
+
+Source: megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer,
+megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import lcm
+from typing import Final, NamedTuple
+
+from memplan.plan import MOMENTS
+from memplan.shapes import FP32, Buffer, DType, Parameter, buffer_of
+
+PARAM_ALIGNMENT: Final = 64
+"""A weight begins at a multiple of so many elements (`pad_param_start`)."""
+
+BUCKET_ALIGNMENT: Final = 128
+"""A bucket ends at a multiple of this and of the data-parallel ranks (`pad_bucket_end`)."""
+
+USUAL_BUCKET: Final = 40_000_000
+"""The least elements of a bucket (`DistributedDataParallel`: `bucket_size`)."""
+
+USUAL_BUCKET_PER_RANK: Final = 1_000_000
+"""The elements of a bucket for each data-parallel rank, if that is more."""
+
+
+class Bucket(NamedTuple):
+    """A bucket's place in its buffer, and the place of each of its weights, in elements."""
+
+    start: int
+    end: int
+    parameters: tuple[tuple[Parameter, int, int], ...]
+
+    @property
+    def n_elements(self) -> int:
+        """Its elements, padding included."""
+        return self.end - self.start
+
+    def shard(self, rank: int, n_ranks: int) -> Iterator[tuple[Parameter, int]]:
+        """The weights of which a data-parallel rank has a part, and the part's elements.
+
+        Source: megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_gbuf_range.
+        """
+        size = self.n_elements // n_ranks
+        first, last = self.start + rank * size, self.start + (rank + 1) * size
+        for parameter, start, end in self.parameters:
+            n = min(end, last) - max(start, first)
+            if n > 0:
+                yield parameter, n
+
+
+class Shard(NamedTuple):
+    """A data-parallel rank's part of a chunk's buckets."""
+
+    buckets: Sequence[Bucket]
+    rank: int
+    n_ranks: int
+
+
+def padded(n: int, multiple: int) -> int:
+    """The least multiple that is at least n."""
+    return -(-n // multiple) * multiple
+
+
+def buckets_of(
+    parameters: Sequence[Parameter], bucket_size: int | None, n_ranks: int, shared: frozenset[Parameter]
+) -> list[Bucket]:
+    """The buckets of the distributed optimizer: a shared embedding has one of its own.
+
+    `bucket_size`: the elements from which on a bucket ends; None: one bucket. `shared`: the word embeddings
+    that the first and the last stage share.
+
+    >>> from memplan.shapes import BF16
+    >>> a, b = Parameter("a", (100,), BF16), Parameter("b", (30,), BF16)
+    >>> [(bucket.start, bucket.end) for bucket in buckets_of([a, b], None, 2, frozenset())]
+    [(0, 256)]
+    """
+    found: list[Bucket] = []
+    own: list[tuple[Parameter, int, int]] = []
+    at = start = 0
+
+    def finish(end: int) -> int:
+        end = padded(end, lcm(n_ranks, BUCKET_ALIGNMENT))
+        found.append(Bucket(start, end, tuple(own)))
+        own.clear()
+        return end
+
+    for parameter in reversed(parameters):
+        at = padded(at, PARAM_ALIGNMENT)
+        if parameter in shared and own:
+            at = start = finish(at)
+        end = at + parameter.n_elements
+        own.append((parameter, at, end))
+        at = end
+        if parameter in shared or (bucket_size is not None and end - start >= bucket_size):
+            at = start = finish(end)
+    if own:
+        finish(at)
+    return found
+
+
+class ChunkStates(NamedTuple):
+    """What a rank keeps of one model chunk, in the order in which it is allocated.
+
+    Attributes:
+        weights: as the modules make them; `param_data`: the buffer that replaces them, if any.
+        grad_data: the contiguous gradients, into which each `main_grad` is a view.
+        main_params: in float32; none of float32 weights.
+        moments: of the optimizer.
+    """
+
+    weights: tuple[Buffer, ...]
+    param_data: Buffer | None
+    grad_data: Buffer
+    main_params: tuple[Buffer, ...]
+    moments: tuple[Buffer, ...]
+
+    @property
+    def kept(self) -> Iterator[Buffer]:
+        """What is alive between steps."""
+        yield from self.weights if self.param_data is None else (self.param_data,)
+        yield from (self.grad_data, *self.main_params, *self.moments)
+
+
+def chunk_states(
+    parameters: Sequence[Parameter], grad_dtype: DType, optimizer: str, shard: Shard | None
+) -> ChunkStates:
+    """The states of a chunk with these weights; `shard`: this rank's part; None: no distributed optimizer.
+
+    Source: megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params,
+    megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups.
+    """
+    weights = tuple([buffer_of(p.name, p.shape, p.dtype, "weights") for p in parameters])
+    dtype = parameters[0].dtype
+    param_data = None
+    n_elements = sum([p.n_elements for p in parameters])
+    owned = [(p, p.n_elements) for p in parameters]
+    if shard is not None:
+        n_elements = shard.buckets[-1].end
+        param_data = buffer_of("param_data", (n_elements,), dtype, "weights")
+        owned = [own for bucket in shard.buckets for own in bucket.shard(shard.rank, shard.n_ranks)]
+    main = [buffer_of(f"{p.name}.main_param", (n,), FP32, "optimizer") for p, n in owned if dtype != FP32]
+    moments = [
+        buffer_of(f"{p.name}.{name}", (n,), FP32, "optimizer")
+        for p, n in owned
+        for name in MOMENTS[optimizer]
+    ]
+    return ChunkStates(
+        weights,
+        param_data,
+        buffer_of("grad_data", (n_elements,), grad_dtype, "grads"),
+        tuple(main),
+        tuple(moments),
+    )

@@ -1,0 +1,208 @@
+"""A model chunk of one rank: the passes of a micro-batch, as Megatron's schedules call them."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from memplan.device import Device
+from memplan.engines.backward import added_to_older, backward_order, from_outside
+from memplan.engines.megatron.options import TORCH_RELEASE, megatron_options
+from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
+from memplan.models import Model
+from memplan.models.base import BLOCKS
+from memplan.models.megatron import GPTModel, TransformerConfig, configured, gpt_model
+from memplan.plan import Plan
+from memplan.record import Collective, CollectiveKind, Event, Stretch, allocs, chain, events, frees, repeated
+from memplan.shapes import BF16, BOOL, FP16, FP32, INT64, Buffer, DType, Parameter, buffer_of
+from memplan.tape import Backend, OpContext
+
+PARAMS_DTYPES = {"bf16-mixed": BF16, "fp16-mixed": FP16, "fp32": FP32}
+"""The type of the weights (`params_dtype`) under each precision: --bf16, --fp16, or neither."""
+
+
+def transformer_config(model: Model, plan: Plan, device: Device) -> TransformerConfig:
+    """What the plan and its options configure Megatron's layers with."""
+    options, dropout = megatron_options(plan), gpt_model(model).attention_dropout
+    return TransformerConfig(
+        tp=plan.tp,
+        sequence_parallel=plan.sequence_parallel,
+        transformer_impl=options.transformer_impl,
+        attention_backend=options.attention(device, dropout) if options.uses_te else "local",
+        gradient_accumulation_fusion=options.gradient_accumulation_fusion,
+        cross_entropy_loss_fusion=options.cross_entropy_loss_fusion,
+        create_attention_mask_in_dataloader=options.create_attention_mask_in_dataloader,
+        deterministic_mode=options.deterministic_mode,
+        vocab_multiple=options.make_vocab_size_divisible_by,
+    )
+
+
+class ModelChunk:
+    """The model's part at one place of the pipeline, with its passes; equal chunks share one object.
+
+    Attributes:
+        input: the tensor received from the stage before; `input_grad`: its gradient, which is sent back.
+        output_grad: the gradient of the chunk's output, received from the stage after.
+        recv_forward, send_forward, recv_backward, send_backward: what a schedule sends and receives.
+        release: frees the output, once it is sent (`deallocate_output_tensor`).
+    """
+
+    def __init__(
+        self, model: Model, plan: Plan, device: Device, *, first: bool, last: bool, n_layers: int,
+        tp_rank: int = 0, backend: Backend = "nccl",
+    ) -> None:  # fmt: skip
+        self.plan, self.first, self.last, self.n_layers = plan, first, last, n_layers
+        self.tp_rank = tp_rank
+        self.model: GPTModel = configured(model, transformer_config(model, plan, device))
+        self.params_dtype: DType = PARAMS_DTYPES[plan.precision]
+        self.local_seq_len = plan.seq_len // (plan.tp if plan.sequence_parallel else 1)
+        self.context = OpContext(
+            device=device,
+            backend=backend,
+            weight_dtype=self.params_dtype,
+            micro_batch=plan.micro_batch,
+            seq_len=self.local_seq_len,
+            torch_release=TORCH_RELEASE,
+            recomputes_outputs=True,
+        )
+        boundary = self.trace.boundary
+        self.input = buffer_of("received input", boundary.shape, boundary.dtype, "activations")
+        self.output_grad = buffer_of("received gradient", boundary.shape, boundary.dtype)
+        self.input_grad = self.trace.boundary_grad
+        self.recv_forward = self._p2p("recv", "activations", sends=not first)
+        self.send_forward = self._p2p("send", "activations", sends=not last)
+        self.recv_backward = self._p2p("recv", "activation gradients", sends=not last)
+        self.send_backward = self._p2p("send", "activation gradients", sends=not first)
+        self.release = self.trace.release.stretch("deallocate_output_tensor")
+        self.report = buffer_of("lm loss and tokens of a micro-batch", (2,), FP32)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[BlockKind, int], ...]:
+        """The runs of equal layers; a chunk without layers has one run of length 0."""
+        plan = self.plan
+        again = 0
+        if plan.recompute != "none":
+            again = (
+                self.n_layers if plan.recompute_blocks is None else min(self.n_layers, plan.recompute_blocks)
+            )
+        found = [
+            (BlockKind(BLOCKS, plan.recompute), again),
+            (BlockKind(BLOCKS, "none"), self.n_layers - again),
+        ]
+        kept = [(kind, n) for kind, n in found if n]
+        return tuple(kept or found[1:])
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The passes of one micro-batch through the embedding, one layer of each kind and the head."""
+        kinds = tuple([kind for kind, _ in self.runs])
+        found = traced(
+            self.model, self.context, first=self.first, last=self.last, kinds=kinds, keep_logits=False
+        )
+        return found if self.n_layers else without_blocks(found)
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[Block, int], ...]:
+        """The traced layer of each run, and the run's length."""
+        return tuple([(self.trace.blocks[kind], n) for kind, n in self.runs])
+
+    def parameters(self) -> list[Parameter]:
+        """Every weight, in the module's order."""
+        layers = [p for block, n in self.blocks for p in block.parameters * n]
+        head = [p for p in self.trace.head_parameters if p not in self.trace.embed_parameters]
+        return [*self.trace.embed_parameters, *layers, *head]
+
+    @cached_property
+    def batch(self) -> tuple[Buffer, ...]:
+        """What a micro-batch brings; before release 0.18 the first tensor rank keeps what other stages need.
+
+        Source: megatron.core.utils:get_batch_on_this_tp_rank.
+        """
+        if not (self.first or self.last):
+            return ()
+        plan = self.plan
+        keeps_all = self.tp_rank == 0 and megatron_options(plan).release < (0, 18)
+        tokens = plan.micro_batch, plan.seq_len
+        found = []
+        if self.first or keeps_all:
+            found += [buffer_of(name, tokens, INT64) for name in ("tokens", "position_ids")]
+        if self.last or keeps_all:
+            found += [buffer_of("labels", tokens, INT64), buffer_of("loss_mask", tokens, FP32)]
+        if self.model.config.create_attention_mask_in_dataloader:
+            found.append(buffer_of("attention_mask", (tokens[0], 1, tokens[1], tokens[1]), BOOL))
+        return tuple(found)
+
+    @cached_property
+    def kept_batch(self) -> tuple[Buffer, ...]:
+        """What of a micro-batch lives until its backward pass is over."""
+        kept = {"loss_mask"} if self.last else set()
+        kept |= {"tokens", "position_ids"} if self.first else set()
+        if self.plan.recompute == "full" and self.n_layers:
+            kept.add("attention_mask")
+        return tuple([one for one in self.batch if one.name in kept])
+
+    @cached_property
+    def forward(self) -> Stretch:
+        """The forward pass, up to the loss on the last stage."""
+        trace = self.trace
+        dropped = [one for one in self.batch if one not in self.kept_batch]
+        layers = [repeated(segment.stretch("forward: layer"), n) for segment, n in self._forward_order()]
+        return chain(
+            "forward",
+            events("forward: batch", allocs(*self.batch)),
+            trace.embed.stretch("forward: embedding"),
+            *layers,
+            *[trace.head.stretch("forward: head"), trace.loss.stretch("loss")] * self.last,
+            trace.end_of_forward.stretch("forward: end"),
+            events("forward: end of the batch", [*frees(*dropped), *allocs(*[self.report] * self.last)]),
+        )
+
+    def _forward_order(self) -> Iterator[tuple[Segment, int]]:
+        """The layers' forward passes in order, with counts; a chunk's first layer is listed alone."""
+        (entry, n_entry), *others = self.blocks
+        order = [(entry.entry, min(1, n_entry)), (entry.forward, n_entry - 1)]
+        order += [(block.forward, n) for block, n in others]
+        order = [(segment, n) for segment, n in order if n > 0]
+        if order and not self.last:
+            segment, n = order.pop()
+            order += [(segment, n - 1), (self.trace.sending(segment), 1)]
+        yield from order
+
+    @cached_property
+    def backward(self) -> Stretch:
+        """The backward pass: each weight's gradient is added to its main_grad, and freed.
+
+        Source: megatron.core.distributed.distributed_data_parallel,
+        DistributedDataParallel._make_backward_post_hook.
+        """
+        trace = self.trace
+        return chain(
+            "backward",
+            events("backward: loss and head", added_to_older(trace.head_backward)),
+            *self._layers_backward(),
+            events("backward: embedding", added_to_older(trace.embed_backward)),
+            *[trace.end_of_backward.stretch("backward: end"), trace.release_loss.stretch("backward: loss")]
+            * self.last,
+            events("backward: end of the batch", frees(*self.kept_batch)),
+        )
+
+    def _layers_backward(self) -> Iterator[Stretch]:
+        outside = not self.last
+        for segment, n in backward_order(self.blocks):
+            body: Sequence[Event] = added_to_older(segment)
+            if outside:
+                body = from_outside(body, self.trace.boundary_grad)
+            yield repeated(events("backward: layer", body), n)
+            outside = False
+
+    def _p2p(self, kind: CollectiveKind, what: str, *, sends: bool) -> Stretch:
+        n_bytes = self.trace.boundary.n_bytes
+        found = [Collective(kind=kind, axis="pp", what=what, payload_bytes=n_bytes)] * sends
+        return events(f"{kind} {what}", found)
+
+    @property
+    def left_behind(self) -> Counter[Buffer]:
+        """What a step leaves: the last input, which the decoder refers to, and its gradient.
+
+        Source: megatron.core.transformer.transformer_block:TransformerBlock.set_input_tensor.
+        """
+        return Counter(() if self.first else (self.input, self.input_grad))

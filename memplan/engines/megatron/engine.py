@@ -1,0 +1,302 @@
+"""Megatron-Core as an engine: a rank's model chunks, what it holds between steps, and its step."""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Final, final
+
+from memplan.device import Device
+from memplan.engines.base import Confirmation, Engine, RankRecord
+from memplan.engines.megatron.buffers import (
+    USUAL_BUCKET,
+    USUAL_BUCKET_PER_RANK,
+    ChunkStates,
+    Shard,
+    buckets_of,
+    chunk_states,
+)
+from memplan.engines.megatron.chunk import ModelChunk
+from memplan.engines.megatron.options import MegatronOptions, megatron_options
+from memplan.engines.megatron.refusals import REFUSALS
+from memplan.engines.megatron.schedules import forward_backward
+from memplan.memory import Alive
+from memplan.models import Model
+from memplan.models.megatron import WORDS
+from memplan.plan import Plan, Rank, stage_layers
+from memplan.record import Collective, Event, Stretch, allocs, chain, events, frees
+from memplan.replay import AllocatorProgram
+from memplan.shapes import FP16, FP32, INT32, UINT8, Buffer, DType, Parameter, buffer_of
+from memplan.tape import Backend
+from memplan.units import MiB
+
+TE_ALIGNMENT_BYTES: Final = 1024
+"""What Transformer Engine's workspace has beside 32 MiB on Hopper and later."""
+
+UPDATE_NAME: Final = "update"
+"""The name of the optimizer's part of a step."""
+
+_Ends = tuple[bool, bool, int]
+
+
+def te_workspace_bytes(device: Device) -> int:
+    """The workspace of Transformer Engine's products.
+
+    Source: transformer_engine.pytorch.module.base:get_cublas_workspace_size_bytes.
+    """
+    return 32 * MiB + TE_ALIGNMENT_BYTES if device.at_least(9) else 4 * MiB
+
+
+class MegatronRank:
+    """One rank: its model chunks, and what it holds between steps."""
+
+    def __init__(
+        self, model: Model, plan: Plan, rank: Rank, device: Device, known: dict[_Ends, ModelChunk]
+    ) -> None:
+        self.plan, self.rank, self.device = plan, rank, device
+        self.options = megatron_options(plan)
+        self.indices = plan.stages_of(rank.pp)
+        self.layers = tuple([stage_layers(model.n_blocks, plan, index) for index in self.indices])
+        self.chunks: list[ModelChunk] = []
+        for index, layers in zip(self.indices, self.layers, strict=True):
+            first, last, n = index == 0, index == plan.n_stages - 1, len(layers)
+            if (first, last, n) not in known:
+                known[first, last, n] = ModelChunk(
+                    model, plan, device, first=first, last=last, n_layers=n, tp_rank=rank.tp
+                )
+            self.chunks.append(known[first, last, n])
+        self.last = any(chunk.last for chunk in self.chunks)
+
+    @property
+    def grad_dtype(self) -> DType:
+        """The type of `main_grad`: float32, but for fp16 unless it is asked for."""
+        fp16 = self.chunks[0].params_dtype == FP16
+        return FP16 if fp16 and not self.options.accumulate_allreduce_grads_in_fp32 else FP32
+
+    def bucket_size(self, local: int) -> int | None:
+        """The elements of a chunk's buckets; None: one bucket, as on all stages but the first.
+
+        Source: megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__.
+        """
+        alone = self.options.overlap_param_gather_with_optimizer_step
+        if not self.options.overlap_grad_reduce or self.rank.pp or local or alone:
+            return None
+        return self.options.ddp_bucket_size or max(USUAL_BUCKET, USUAL_BUCKET_PER_RANK * self.plan.dp)
+
+    def shared(self, chunk: ModelChunk) -> frozenset[Parameter]:
+        """The word embeddings of a chunk, if the first and the last stage share them."""
+        shares = chunk.model.tied_head and self.plan.pp > 1
+        return frozenset([p for p in chunk.parameters() if p.name == WORDS and shares])
+
+    @cached_property
+    def states(self) -> list[ChunkStates]:
+        """Weights, gradient buffers, main parameters and moments of each chunk."""
+        plan, found = self.plan, []
+        for local, chunk in enumerate(self.chunks):
+            parameters, shard = chunk.parameters(), None
+            if plan.zero:
+                n = plan.dp // self.options.num_distributed_optimizer_instances
+                buckets = buckets_of(parameters, self.bucket_size(local), n, self.shared(chunk))
+                shard = Shard(buckets, self.rank.dp % n, n)
+            found.append(chunk_states(parameters, self.grad_dtype, plan.optimizer, shard))
+        return found
+
+    @cached_property
+    def main_grads(self) -> list[Buffer]:
+        """Float32 copies of narrower gradients, which live from one update to the next step's start.
+
+        Source: megatron.core.optimizer.optimizer,
+        Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads.
+        """
+        narrow = self.grad_dtype != FP32
+        main = [one for chunk in self.states for one in chunk.main_params if narrow]
+        return [
+            buffer_of(one.name.replace("main_param", "main_grad"), one.shape, FP32, "grads") for one in main
+        ]
+
+    @property
+    def kept(self) -> Iterator[Buffer]:
+        """What is neither state nor left by a step: workspaces, caches, and scalars of the training loop."""
+        plan, options, device = self.plan, self.options, self.device
+        if options.uses_te:
+            yield buffer_of("Transformer Engine's workspace", (te_workspace_bytes(device),), UINT8)
+            yield buffer_of("cu_seqlens", (plan.micro_batch + 1,), INT32)
+        for one in self.chunks[:1]:
+            yield from one.model.buffers(plan.seq_len)
+        yield from self._memory_buffers()
+        yield from self._dummy_grads()
+        scalars = [("FusedAdam's overflow buffer", INT32), ("start time", FP32)]
+        if self.chunks[0].params_dtype == FP16:
+            names = "scale", "min_scale", "growth_factor", "backoff_factor", "found_inf", "overflow buffer"
+            scalars += [(name, FP32) for name in names]
+        else:
+            scalars.append(("scale of 1", FP32))
+        if self.last:
+            scalars += [("total_loss_dict", FP32), ("loss_dict", FP32)]
+        for name, dtype in scalars:
+            yield buffer_of(name, (1,), dtype)
+
+    @cached_property
+    def cublas_workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
+        """PyTorch's cuBLAS workspaces of the caller's thread and of autograd's, each with its products.
+
+        The first of these products allocates it. Transformer Engine's products have their own.
+        """
+        n_bytes = self.options.cublas_workspace_bytes(self.device)
+        forward = frozenset[Buffer]().union(*[chunk.trace.products for chunk in self.chunks])
+        backward = frozenset[Buffer]().union(*[chunk.trace.products_backward for chunk in self.chunks])
+        workspace = buffer_of("cuBLAS workspace", (n_bytes,), UINT8)
+        return tuple([(products, workspace) for products in (forward, backward) if products])
+
+    def _memory_buffers(self) -> Iterator[Buffer]:
+        """Megatron's global memory buffer "mpu", as large as the largest tensor that was asked for.
+
+        Source: megatron.core.utils:GlobalMemoryBuffer.get_tensor.
+        """
+        plan, one = self.plan, self.chunks[0]
+        batch, seq = plan.micro_batch, plan.seq_len
+        sizes = [0]
+        if not self.options.uses_te:
+            sizes.append(batch * one.model.heads.n * seq * seq)
+        if plan.sequence_parallel and (self.last or not self.options.uses_te):
+            sizes.append(batch * seq * one.model.d_model)
+        if max(sizes):
+            yield buffer_of("global memory buffer", (max(sizes),), one.params_dtype)
+
+    def _dummy_grads(self) -> Iterator[Buffer]:
+        """What backward passes return as gradients of weights whose main_grad the product has added to.
+
+        Source: transformer_engine.pytorch.module.base:get_dummy_wgrad.
+        """
+        if not self.options.gradient_accumulation_fusion:
+            return
+        shapes = {p.shape for chunk in self.chunks for block, _ in chunk.blocks for p in block.parameters}
+        if self.last:
+            model = self.chunks[-1].model
+            shapes.add((model.padded_vocab_size // self.plan.tp, model.d_model))
+        for shape in sorted(shape for shape in shapes if len(shape) == 2):
+            yield buffer_of("dummy wgrad", shape, self.chunks[0].params_dtype)
+
+    @property
+    def rest(self) -> Alive:
+        """What is alive between steps."""
+        alive: Alive = Counter([buffer for chunk in self.states for buffer in chunk.kept])
+        alive.update(self.kept)
+        alive.update([workspace for _, workspace in self.cublas_workspaces])
+        alive.update(self.main_grads)
+        for chunk in self.chunks:
+            alive.update(chunk.left_behind)
+        return alive
+
+    @property
+    def record(self) -> RankRecord:
+        """The rank's record."""
+        step = self.step()
+        return RankRecord(
+            rank=self.rank,
+            layers=self.layers,
+            rest=self.rest,
+            step=step,
+            grads=Counter([chunk.grad_data for chunk in self.states]),
+            update=step.parts[-1:],
+            program=self.program,
+        )
+
+    def step(self, *, first: bool = False) -> Stretch:
+        """A step: its passes, then the update; the first one finds nothing that a step has left."""
+        dropped = events("zero_grad", frees(*[] if first else self.main_grads))
+        passes = forward_backward(self.plan, self.rank.pp, self.chunks, first_step=first)
+        return chain(
+            "step", dropped, *passes, events(UPDATE_NAME, [*self._communication(), *allocs(*self.main_grads)])
+        )
+
+    def _communication(self) -> Iterator[Collective]:
+        """The gradients' reduction, and with the distributed optimizer the gather of the weights.
+
+        Neglects: what clipping and the update allocate for a moment, which is less than the passes do.
+        """
+        plan, options = self.plan, self.options
+        if plan.dp == 1:
+            return
+        for chunk in self.states:
+            yield Collective(
+                kind="reduce_scatter" if plan.zero else "all_reduce", axis="dp", what="gradients",
+                payload_bytes=chunk.grad_data.n_bytes,
+                overlap="backward" if options.overlap_grad_reduce else "nothing",
+            )  # fmt: skip
+            if chunk.param_data is not None:
+                yield Collective(
+                    kind="all_gather", axis="dp", what="weights", payload_bytes=chunk.param_data.n_bytes,
+                    overlap="compute" if options.overlap_param_gather else "nothing",
+                )  # fmt: skip
+
+    def program(self) -> AllocatorProgram:
+        """The rank's allocations and frees in order, as the caching allocator sees them."""
+        return AllocatorProgram(
+            setup=tuple(self._setup()),
+            start=allocs(*self.kept),
+            first_step=self.step(first=True),
+            step=self.step(),
+            kept=Counter(
+                [*self.main_grads, *[one for chunk in self.chunks for one in chunk.left_behind.elements()]]
+            ),
+            states=tuple([moment for chunk in self.states for moment in chunk.moments]),
+            update_name=UPDATE_NAME,
+            beside=self.cublas_workspaces,
+            handed_on=frozenset([chunk.trace.boundary for chunk in self.chunks]),
+            oldest_first=frozenset(
+                [one for chunk in self.chunks for one in (chunk.input, chunk.input_grad, chunk.output_grad)]
+            ),
+        )
+
+    def _setup(self) -> Iterator[Event]:
+        """The model, then its buffers, then the optimizer's main parameters.
+
+        Source: megatron.training.training:setup_model_and_optimizer.
+        """
+        for chunk in self.states:
+            yield from allocs(*chunk.weights)
+        for chunk in self.states:
+            if chunk.param_data is not None:
+                yield from allocs(chunk.param_data, chunk.grad_data)
+                yield from frees(*chunk.weights)
+            else:
+                yield from allocs(chunk.grad_data)
+        for chunk in self.states:
+            for main in chunk.main_params:
+                clone = buffer_of("clone", main.shape, self.chunks[0].params_dtype)
+                yield from (*allocs(clone, main), *frees(clone))
+
+
+@final
+class MegatronEngine(Engine):
+    """Megatron-Core's GPTModel with its DDP or distributed optimizer, and its schedules."""
+
+    name = "megatron"
+    code = "Megatron-Core"
+    knows_reserved = False
+    axes = "pp", "dp", "tp"
+    refusals = REFUSALS
+    options = MegatronOptions
+
+    def confirmed_on(self, device: Device) -> Confirmation:
+        return "unconfirmed"
+
+    def notes(self, model: Model, plan: Plan) -> Iterator[str]:
+        yield (
+            "Bytes of Megatron-Core are compared with what NVIDIA published of its own tests on H100 and "
+            "A100 (validate published --engine megatron); its times are compared with no run. Runs without a "
+            "GPU reserved up to 9 % more than is shown, so no plan is said to fit."
+        )
+
+    def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
+        known: dict[_Ends, ModelChunk] = {}
+        for pp_rank in range(plan.pp):
+            yield MegatronRank(model, plan, Rank(pp=pp_rank), device, known).record
+
+    def play_rank(
+        self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None = None
+    ) -> RankRecord:
+        return MegatronRank(model, plan, rank, device, {}).record
+
+
+MEGATRON: Final = MegatronEngine()

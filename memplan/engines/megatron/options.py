@@ -1,0 +1,156 @@
+"""Megatron's own arguments that a plan has no field for, under Megatron's names."""
+
+from dataclasses import dataclass
+from typing import Final, final
+
+from memplan.device import Device
+from memplan.errors import InvalidValue
+from memplan.fields import Choice, Count, Flag, Setting, described
+from memplan.kernels import Release, product_workspace_bytes
+from memplan.plan import Plan
+from memplan.units import KiB
+
+TRANSFORMER_IMPLS: Final = ("transformer_engine", "local")
+ATTENTION_BACKENDS: Final = ("auto", "flash", "fused", "unfused")
+CROSS_ENTROPY_IMPLS: Final = ("native", "te")
+MEGATRON_VERSIONS: Final = ("0.15", "0.18")
+
+TORCH_RELEASE: Final[Release] = (2, 9)
+"""The release of PyTorch whose rules apply: that of NGC 25.09, in which NVIDIA ran its tests."""
+
+
+def _workspace_config(text: str) -> str:
+    """The text itself, if it is a value of `CUBLAS_WORKSPACE_CONFIG`."""
+    sizes = text.removeprefix(":").split(":") if text else []
+    if len(sizes) % 2 or not all(size.isdigit() for size in sizes):
+        raise InvalidValue(
+            f"cublas_workspace_config={text!r} is no list of :KiB:count pairs; use :4096:8, or leave it out."
+        )
+    return text
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronOptions:
+    """The Megatron engine's own options: arguments of Megatron-LM, and variables of its environment."""
+
+    transformer_impl: str = described(
+        "transformer_engine",
+        Choice("Transformer Engine's layers, or Megatron's own", choices=TRANSFORMER_IMPLS, word="impl"),
+    )
+    attention_backend: str = described(
+        "auto",
+        Choice(
+            "Transformer Engine's attention: FlashAttention 2, cuDNN's, or scores in memory; auto: what it "
+            "takes by itself, cuDNN's from Hopper on",
+            choices=ATTENTION_BACKENDS,
+            word="attention",
+        ),
+    )
+    gradient_accumulation_fusion: bool = described(
+        True, Flag("Weights' gradients are added to main_grad by the matrix product", word="grad-fusion")
+    )
+    accumulate_allreduce_grads_in_fp32: bool = described(
+        False, Flag("main_grad in float32 under fp16, as it always is under bf16", word="fp32-grads")
+    )
+    overlap_grad_reduce: bool = described(
+        False, Flag("Reduce gradients in buckets beside the backward pass", word="overlap-grad-reduce")
+    )
+    overlap_param_gather: bool = described(
+        False,
+        Flag("Gather the distributed optimizer's weights beside the forward pass", word="overlap-gather"),
+    )
+    overlap_param_gather_with_optimizer_step: bool = described(
+        False, Flag("Gather the first chunk's weights beside the update of the others", word="overlap-step")
+    )
+    num_distributed_optimizer_instances: int = described(
+        1, Count("Groups of data-parallel ranks, each with all of the optimizer's state", word="instances")
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = described(
+        None,
+        Count(
+            "Micro-batches that pass a stage in a row under the interleaved schedule",
+            left_out="pp",
+            optional=True,
+            word="group",
+        ),
+    )
+    ddp_bucket_size: int | None = described(
+        None,
+        Count(
+            "Elements of a bucket under overlap_grad_reduce",
+            left_out="40,000,000, or a million for each data-parallel rank",
+            optional=True,
+            word="ddp-bucket",
+        ),
+    )
+    cross_entropy_loss_fusion: bool = described(
+        False, Flag("The loss by fused kernels", word="cross-entropy-fusion")
+    )
+    cross_entropy_fusion_impl: str = described(
+        "native",
+        Choice(
+            "Whose fused loss: Megatron's or Transformer Engine's", choices=CROSS_ENTROPY_IMPLS, word="ce"
+        ),
+    )
+    create_attention_mask_in_dataloader: bool = described(
+        True, Flag("Each micro-batch comes with an attention mask of booleans", word="mask")
+    )
+    deterministic_mode: bool = described(
+        False, Flag("Only operations whose results do not vary from run to run", word="deterministic")
+    )
+    make_vocab_size_divisible_by: int = described(
+        128, Count("The vocabulary is padded to a multiple of this times tp", word="vocab-multiple")
+    )
+    cublas_workspace_config: str = described(
+        "",
+        Setting(
+            "The environment's CUBLAS_WORKSPACE_CONFIG, as :4096:8",
+            left_out="cuBLAS's own",
+            read=_workspace_config,
+            word="cublas",
+        ),
+    )
+    megatron_version: str = described(
+        "0.18",
+        Choice("Release of Megatron-Core whose rules apply", choices=MEGATRON_VERSIONS, word="megatron"),
+    )
+
+    @property
+    def uses_te(self) -> bool:
+        """Whether the layers are Transformer Engine's."""
+        return self.transformer_impl == "transformer_engine"
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """Megatron-Core's release as numbers, which compare as releases do."""
+        major, _, minor = self.megatron_version.partition(".")
+        return int(major), int(minor)
+
+    def attention(self, device: Device, dropout: float) -> str:
+        """The attention backend on a device: what `auto` takes there, or the one that was asked for.
+
+        Deterministic gradients of attention with dropout are not cuDNN's on Blackwell.
+
+        Source: transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend,
+        transformer_engine/common/fused_attn/fused_attn.cpp (`nvte_get_fused_attn_backend`).
+        """
+        if self.attention_backend != "auto":
+            return self.attention_backend
+        by_cudnn = device.at_least(9) and not (device.at_least(10) and self.deterministic_mode and dropout)
+        return "fused" if by_cudnn else "flash"
+
+    def cublas_workspace_bytes(self, device: Device) -> int:
+        """The workspace that PyTorch keeps for each cuBLAS handle and stream.
+
+        Source: aten/src/ATen/cuda/CUDABlas.cpp (`_parseChosenWorkspaceSize`).
+        """
+        if not self.cublas_workspace_config:
+            return product_workspace_bytes(device, TORCH_RELEASE)
+        sizes = list(map(int, self.cublas_workspace_config.removeprefix(":").split(":")))
+        return sum(kib * count for kib, count in zip(sizes[::2], sizes[1::2], strict=True)) * KiB
+
+
+def megatron_options(plan: Plan) -> MegatronOptions:
+    """The options of a plan of the Megatron engine."""
+    return plan.options or MegatronOptions()

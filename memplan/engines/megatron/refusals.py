@@ -1,0 +1,123 @@
+"""What the Megatron engine refuses: what Megatron's own checks refuse, and what has no rule yet."""
+
+from typing import Any, Final
+
+from memplan.engines.base import Rule
+from memplan.engines.megatron.chunk import PARAMS_DTYPES
+from memplan.engines.megatron.options import megatron_options
+from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
+from memplan.errors import MissingRule, PlanRefused
+from memplan.models import Model
+from memplan.models.megatron import gpt_model
+from memplan.plan import Plan
+
+SUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    "zero": (0, 1),
+    "optimizer": ("adam", "adamw"),
+    "schedule": ("1f1b", "interleaved-1f1b"),
+    "offload": (False,),
+    "loss_chunks": (1,),
+    "precision": tuple(PARAMS_DTYPES),
+    "recompute": ("none", "full"),
+}
+"""The values of a plan's fields that have a rule; zero=1 is the distributed optimizer."""
+
+
+def _check_fields(model: Model, plan: Plan) -> None:
+    for name, values in SUPPORTED.items():
+        value = getattr(plan, name)
+        if value not in values:
+            raise MissingRule(
+                f"{name}={value!r} has no rule in the Megatron engine; use {' or '.join(map(repr, values))}.",
+                kind="options that the engine has no rule for",
+            )
+
+
+def _check_tensor_parallel(model: Model, plan: Plan) -> None:
+    own = gpt_model(model)
+    check_divided(plan, {"n_heads": own.n_heads, "n_kv_heads": own.n_kv_heads, "d_ff": own.d_ff})
+
+
+def _check_schedule(model: Model, plan: Plan) -> None:
+    """Raise for what `validate_args` and the schedules refuse.
+
+    Source: megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving.
+    """
+    if plan.schedule == "1f1b" and plan.virtual_stages > 1:
+        raise PlanRefused(
+            f"virtual_stages={plan.virtual_stages} is interleaved; use schedule='interleaved-1f1b'.",
+            kind="several stages per rank under a schedule of one",
+        )
+    if plan.layers_per_stage is None and model.n_blocks % plan.n_stages:
+        raise PlanRefused(
+            f"Number of layers ({model.n_blocks}) should be divisible by the stages of the pipeline "
+            f"({plan.n_stages}); use layers_per_stage to divide them unevenly.",
+            kind="layers that a pipeline does not divide",
+        )
+    if plan.virtual_stages == 1:
+        return
+    group = megatron_options(plan).microbatch_group_size_per_virtual_pipeline_stage
+    if group is None and plan.n_micro_batches % plan.pp:
+        raise PlanRefused(
+            f"number of microbatches ({plan.n_micro_batches}) is not divisible by "
+            f"pipeline-model-parallel-size ({plan.pp}) when using interleaved schedule; use a global_batch "
+            f"of {plan.batch_of(-(-plan.n_micro_batches // plan.pp) * plan.pp)}.",
+            kind="micro-batches that interleaved 1F1B cannot run",
+        )
+    rounds = max(1, plan.n_micro_batches // plan.pp)
+    if group is not None and group * rounds != plan.n_micro_batches:
+        raise MissingRule(
+            f"microbatch_group_size_per_virtual_pipeline_stage={group} with {plan.n_micro_batches} "
+            "micro-batches has no rule; leave it out.",
+            kind="options that the engine has no rule for",
+        )
+
+
+def _check_options(model: Model, plan: Plan) -> None:
+    """Raise as `megatron.training.arguments:validate_args` does, in its words."""
+    options = megatron_options(plan)
+    if options.overlap_param_gather and not plan.zero:
+        raise PlanRefused(
+            "--overlap-param-gather only supported with distributed optimizer; use zero=1.",
+            kind="an overlapped gather without the distributed optimizer",
+        )
+    if options.overlap_param_gather and not options.overlap_grad_reduce:
+        raise PlanRefused(
+            "Must use --overlap-param-gather with --overlap-grad-reduce; use overlap_grad_reduce=True.",
+            kind="an overlapped gather without overlapped reductions",
+        )
+    instances = options.num_distributed_optimizer_instances
+    if instances > 1 and (not plan.zero or plan.dp % instances):
+        raise PlanRefused(
+            f"num_distributed_optimizer_instances={instances} needs the distributed optimizer, and must "
+            f"divide dp={plan.dp}; use zero=1 and a divisor of dp.",
+            kind="instances of the distributed optimizer that do not divide dp",
+        )
+    if options.cross_entropy_loss_fusion and options.cross_entropy_fusion_impl == "native":
+        raise MissingRule(
+            "cross_entropy_fusion_impl='native' is compiled by Inductor, whose temporaries have no rule; use "
+            "'te', or cross_entropy_loss_fusion=False.",
+            kind="Megatron's --cross-entropy-loss-fusion",
+        )
+    if not options.uses_te and gpt_model(model).n_kv_heads != gpt_model(model).n_heads:
+        raise MissingRule(
+            "transformer_impl='local' with grouped queries has no rule; use 'transformer_engine'.",
+            kind="options that the engine has no rule for",
+        )
+    if plan.precision == "fp32" and options.uses_te and options.attention_backend != "unfused":
+        raise PlanRefused(
+            "FlashAttention and cuDNN's attention take no float32; use attention_backend='unfused'.",
+            kind="fused attention in float32",
+        )
+
+
+REFUSALS: Final[tuple[Rule, ...]] = (
+    _check_fields,
+    _check_tensor_parallel,
+    check_sequence,
+    check_layers,
+    _check_schedule,
+    check_positions,
+    _check_options,
+)
+"""The checks of a plan, in order."""

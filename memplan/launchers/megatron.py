@@ -1,0 +1,416 @@
+"""Megatron-LM's arguments as a plan: a line of flags, or a model_config.yaml of its functional tests.
+
+Source: megatron.training.arguments (of 6e091e1b68): the flags, and what `validate_args` makes of them.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final, final
+
+from memplan.checks import checked_count
+from memplan.errors import InvalidValue, MissingRule, reason, shown_value
+from memplan.fields import count_or_text, number_or_text
+from memplan.launchers.base import Job, Launcher, Limit, Read, yaml_values
+from memplan.models import Model
+from memplan.models.megatron import GPTModel
+
+FLAG_WORDS: Final = {"true": True, "false": False}
+"""The values of a flag in a YAML file."""
+
+READ: Final = frozenset(
+    [
+        "num-layers",
+        "hidden-size",
+        "ffn-hidden-size",
+        "num-attention-heads",
+        "group-query-attention",
+        "num-query-groups",
+        "kv-channels",
+        "seq-length",
+        "max-position-embeddings",
+        "vocab-size",
+        "make-vocab-size-divisible-by",
+        "untie-embeddings-and-output-weights",
+        "hidden-dropout",
+        "attention-dropout",
+        "normalization",
+        "swiglu",
+        "disable-bias-linear",
+        "add-qkv-bias",
+        "position-embedding-type",
+        "rotary-percent",
+        "rotary-interleaved",
+        "no-rope-fusion",
+        "qk-layernorm",
+        "tensor-model-parallel-size",
+        "pipeline-model-parallel-size",
+        "sequence-parallel",
+        "num-layers-per-virtual-pipeline-stage",
+        "num-virtual-stages-per-pipeline-rank",
+        "decoder-first-pipeline-num-layers",
+        "decoder-last-pipeline-num-layers",
+        "account-for-embedding-in-pipeline-split",
+        "account-for-loss-in-pipeline-split",
+        "microbatch-group-size-per-virtual-pipeline-stage",
+        "micro-batch-size",
+        "global-batch-size",
+        "bf16",
+        "fp16",
+        "use-distributed-optimizer",
+        "overlap-grad-reduce",
+        "overlap-param-gather",
+        "overlap-param-gather-with-optimizer-step",
+        "num-distributed-optimizer-instances",
+        "accumulate-allreduce-grads-in-fp32",
+        "ddp-bucket-size",
+        "clip-grad",
+        "transformer-impl",
+        "attention-backend",
+        "cross-entropy-loss-fusion",
+        "cross-entropy-fusion-impl",
+        "deterministic-mode",
+        "no-gradient-accumulation-fusion",
+        "no-create-attention-mask-in-dataloader",
+        "recompute-granularity",
+        "recompute-method",
+        "recompute-num-layers",
+    ]
+)
+"""The arguments that are read."""
+
+HARMLESS: Final = (
+    *(
+        "adam-beta",
+        "adam-eps",
+        "async-",
+        "ckpt-",
+        "dist-ckpt-",
+        "no-ckpt-",
+        "data-path",
+        "data-cache",
+        "eval-",
+    ),
+    *(
+        "exit-",
+        "log-",
+        "logging-",
+        "lr",
+        "min-lr",
+        "decoupled-",
+        "manual-gc",
+        "save",
+        "load",
+        "no-save",
+        "no-load",
+    ),
+    *("wandb-", "tokenizer-", "legacy-tokenizer", "vocab-file", "merge-file", "split", "mock-data", "fim-"),
+    *("tensorboard-", "timing-", "train-", "weight-decay", "start-weight-decay", "end-weight-decay", "seed"),
+    *("init-method-std", "num-workers", "distributed-backend", "distributed-timeout", "norm-epsilon"),
+    *("rotary-base", "check-", "no-check-for-nan", "verify-integrity", "use-mcore-models", "use-checkpoint"),
+    *(
+        "use-persistent-ckpt",
+        "use-tp-pp-dp-mapping",
+        "test-mode",
+        "auto-detect-ckpt",
+        "finetune",
+        "override-",
+    ),
+    *("no-mmap", "disable-gloo", "attention-softmax-in-fp32", "apply-query-key-layer-scaling"),
+    *("ddp-average-in-collective", "calculate-per-token-loss", "apply-layernorm-1p", "enable-experimental"),
+    *("no-persist-layer-norm", "use-flash-attn", "accumulate-allreduce-grads-in-fp32"),
+)
+"""How the names of arguments begin that change no byte of a step."""
+
+POSITIONS: Final = ("learned_absolute", "rope", "none")
+"""The position embeddings that have rules, Megatron's default first."""
+
+AT: Final[Mapping[str, tuple[Any, ...]]] = {
+    "context-parallel-size": (1,),
+    "expert-model-parallel-size": (1,),
+    "mtp-num-layers": (0,),
+    "optimizer": ("adam",),
+    "cuda-graph-impl": ("none",),
+}
+"""The values at which other arguments change nothing."""
+
+
+@final
+class Megatron(Launcher):
+    """Megatron-LM's pretrain_gpt.py."""
+
+    engine: ClassVar[str] = "megatron"
+    file: ClassVar[str] = "model_config.yaml"
+
+    def limits(self, job: Job) -> "Any":
+        """Plans are read from its arguments, and not written as them yet."""
+        yield Limit("memplan reads Megatron's arguments and does not write them yet", "write them by hand")
+
+    def text(self, job: Job, notes: tuple[str, ...]) -> str:
+        raise MissingRule("memplan reads Megatron's arguments and does not write them yet.")
+
+    def read(self, text: str, model: Model | None) -> Read:
+        """The keywords of `memplan.estimate`, the model among them.
+
+        Raises:
+            InvalidValue: a text that is neither a line of flags nor a YAML file with MODEL_ARGS; an argument
+                with a value that it does not take.
+            MissingRule: an argument that has no rule, by name.
+        """
+        found = Arguments(*_parsed(text))
+        return Read(keywords={"model": model or found.model, **found.keywords}, notes=tuple(found.notes))
+
+
+def _parsed(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arguments without their dashes, and the variables of the environment, of either kind of file."""
+    if "MODEL_ARGS" not in text:
+        return _of_line(text), {}
+    values = yaml_values(text, "a model_config.yaml of Megatron's functional tests")
+    arguments, environment = values.get("MODEL_ARGS"), values.get("ENV_VARS") or {}
+    if not isinstance(arguments, dict) or not isinstance(environment, dict):
+        raise InvalidValue("MODEL_ARGS and ENV_VARS must be mappings, as in Megatron's functional tests.")
+    given = {str(key).removeprefix("--"): value for key, value in arguments.items()}
+    return given, {str(key): str(value) for key, value in environment.items()}
+
+
+def _of_line(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    name = ""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise InvalidValue(f"it is no line of arguments ({reason(error)}); close every quote.") from None
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            found[name] = value or True
+        elif not name:
+            raise InvalidValue(f"{word!r} follows no argument of Megatron's; begin with --num-layers N.")
+        else:
+            found[name] = word if found[name] is True else f"{found[name]} {word}"
+    if not found:
+        raise InvalidValue(
+            "it names no argument of Megatron's; write them as --num-layers 12 --hidden-size 512."
+        )
+    return found
+
+
+class Arguments:
+    """Megatron's arguments with their defaults, as `validate_args` completes them."""
+
+    def __init__(self, given: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self.given, self.environment = given, environment
+        for name in given:
+            known = name in READ or name.startswith(HARMLESS)
+            if not known and self.flag(name) and self._value(name) not in AT.get(name, ()):
+                value = "" if given[name] is True else f" {shown_value(given[name])}"
+                raise MissingRule(
+                    f"--{name}{value} has no rule in the Megatron engine; leave it out.",
+                    kind=f"Megatron's --{name}",
+                )
+
+    def _value(self, name: str) -> Any:
+        value = self.given.get(name)
+        return count_or_text(value) if isinstance(value, str) else value
+
+    def flag(self, name: str) -> bool:
+        """Whether a flag is given, and not as false."""
+        value = self.given.get(name, False)
+        return bool(FLAG_WORDS.get(str(value).lower(), True))
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number.
+
+        Raises:
+            InvalidValue: no number, or none given for an argument without a default.
+        """
+        value = self._value(name)
+        if value is None:
+            if default is None:
+                raise InvalidValue(f"Megatron needs --{name}; give it.")
+            return default
+        return checked_count(f"--{name}", value, least=0)
+
+    def number(self, name: str, default: float) -> float:
+        """A number.
+
+        Raises:
+            InvalidValue: anything else.
+        """
+        value = number_or_text(str(self.given.get(name, default)))
+        if isinstance(value, str):
+            raise InvalidValue(f"--{name}={shown_value(value)} is no number; use one, as {default}.")
+        return value
+
+    def one_of(self, name: str, *choices: str) -> str:
+        """One of some words, the first of which is the default.
+
+        Raises:
+            MissingRule: another word, which has no rule.
+        """
+        value = str(self.given.get(name, choices[0]))
+        if value not in choices:
+            raise MissingRule(
+                f"--{name} {shown_value(value)} has no rule in the Megatron engine; use "
+                f"{' or '.join(choices)}.",
+                kind=f"Megatron's --{name}",
+            )
+        return value
+
+    @property
+    def tp(self) -> int:
+        """`tensor_model_parallel_size`."""
+        return self.count("tensor-model-parallel-size", 1)
+
+    @property
+    def pp(self) -> int:
+        """`pipeline_model_parallel_size`."""
+        return self.count("pipeline-model-parallel-size", 1)
+
+    @property
+    def ffn_hidden_size(self) -> int:
+        """Left out: four times the hidden size, of which SwiGLU takes two thirds, in multiples of 64."""
+        hidden = self.count("hidden-size")
+        usual = int((4 * hidden * 2 / 3) / 64) * 64 if self.flag("swiglu") else 4 * hidden
+        return self.count("ffn-hidden-size", usual)
+
+    @property
+    def model(self) -> GPTModel:
+        """The model that the arguments describe."""
+        n_heads, hidden = self.count("num-attention-heads"), self.count("hidden-size")
+        hidden_dropout = self.number("hidden-dropout", 0.1)
+        grouped = self.flag("group-query-attention")
+        seq_len = self.count("seq-length")
+        return GPTModel(
+            name="Megatron GPT",
+            d_model=hidden,
+            max_seq_len=self.count("max-position-embeddings", seq_len),
+            n_layers=self.count("num-layers"),
+            n_heads=n_heads,
+            n_kv_heads=self.count("num-query-groups", 1) if grouped else n_heads,
+            d_head=self.count("kv-channels", hidden // n_heads),
+            d_ff=self.ffn_hidden_size,
+            vocab_size=self.count("vocab-size"),
+            tied_head=not self.flag("untie-embeddings-and-output-weights"),
+            dropout=hidden_dropout,
+            attention_dropout=self.number("attention-dropout", 0.1),
+            normalization=self.one_of("normalization", "LayerNorm", "RMSNorm"),
+            swiglu=self.flag("swiglu"),
+            add_bias_linear=not self.flag("disable-bias-linear"),
+            add_qkv_bias=self.flag("add-qkv-bias"),
+            position_embedding_type=self.one_of("position-embedding-type", *POSITIONS),
+            rotary_percent=self.number("rotary-percent", 1.0),
+            rope_fusion=not self.flag("no-rope-fusion"),
+            qk_layernorm=self.flag("qk-layernorm"),
+        )
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The plan and the engine's options, as keywords of `memplan.estimate`; `dp` is left out."""
+        found = {"engine": "megatron", **self._plan(), **self._options()}
+        return found | self._pipeline() | self._recomputation()
+
+    def _plan(self) -> dict[str, Any]:
+        precision = "bf16-mixed" if self.flag("bf16") else "fp16-mixed" if self.flag("fp16") else "fp32"
+        return {
+            "tp": self.tp,
+            "pp": self.pp,
+            "zero": int(self.flag("use-distributed-optimizer")),
+            "sequence_parallel": self.flag("sequence-parallel") and self.tp > 1,
+            "micro_batch": self.count("micro-batch-size"),
+            "global_batch": self.count("global-batch-size", 0),
+            "seq_len": self.count("seq-length"),
+            "precision": precision,
+            "clip_grad_norm": self.number("clip-grad", 1.0) or None,
+        }
+
+    def _options(self) -> dict[str, Any]:
+        named: dict[str, Callable[[str], Any]] = {
+            "transformer-impl": str, "attention-backend": str, "cross-entropy-fusion-impl": str,
+            "ddp-bucket-size": count_or_text, "make-vocab-size-divisible-by": count_or_text,
+            "microbatch-group-size-per-virtual-pipeline-stage": count_or_text,
+            "num-distributed-optimizer-instances": count_or_text,
+        }  # fmt: skip
+        flags = (
+            "overlap-grad-reduce", "overlap-param-gather", "cross-entropy-loss-fusion", "deterministic-mode",
+            "accumulate-allreduce-grads-in-fp32", "overlap-param-gather-with-optimizer-step",
+        )  # fmt: skip
+        found: dict[str, Any] = {
+            name.replace("-", "_"): read(self.given[name])
+            for name, read in named.items()
+            if name in self.given
+        }
+        found |= {name.replace("-", "_"): True for name in flags if self.flag(name)}
+        for name in ("gradient-accumulation-fusion", "create-attention-mask-in-dataloader"):
+            if self.flag(f"no-{name}"):
+                found[name.replace("-", "_")] = False
+        if "CUBLAS_WORKSPACE_CONFIG" in self.environment:
+            found["cublas_workspace_config"] = self.environment["CUBLAS_WORKSPACE_CONFIG"]
+        return found
+
+    def _pipeline(self) -> dict[str, Any]:
+        """The layers of each stage, and the schedule.
+
+        Source: megatron.core.transformer.transformer_block:get_num_layers_to_build.
+        """
+        layers, pp = self.count("num-layers"), self.pp
+        found: dict[str, Any] = {}
+        virtual = self.count("num-virtual-stages-per-pipeline-rank", 0)
+        if per_stage := self.count("num-layers-per-virtual-pipeline-stage", 0):
+            virtual = layers // pp // per_stage
+        if virtual > 1:
+            found |= {"virtual_stages": virtual, "schedule": "interleaved-1f1b"}
+        first = self.count("decoder-first-pipeline-num-layers", 0)
+        last = self.count("decoder-last-pipeline-num-layers", 0)
+        ends = (
+            self.flag("account-for-embedding-in-pipeline-split"),
+            self.flag("account-for-loss-in-pipeline-split"),
+        )
+        if any(ends):
+            found["layers_per_stage"] = self._with_ends(layers, pp * max(virtual, 1), *ends)
+        if first or last:
+            found["layers_per_stage"] = self._uneven(layers, pp, max(virtual, 1), first, last)
+        return found
+
+    def _with_ends(self, layers: int, n_stages: int, embedding: bool, loss: bool) -> tuple[int, ...]:
+        """The layers of each stage where the embedding and the loss count as one layer each."""
+        total = layers + embedding + loss
+        if total % n_stages:
+            raise InvalidValue(
+                f"{total} layers, the embedding and the loss counted, cannot be divided over {n_stages} "
+                "stages; choose a --num-layers that makes it a multiple."
+            )
+        each = total // n_stages
+        return each - embedding, *[each] * (n_stages - 2), each - loss
+
+    def _uneven(self, layers: int, pp: int, virtual: int, first: int, last: int) -> tuple[int, ...]:
+        """The layers of each stage where the first or the last rank has another number of them."""
+        ranks = pp - bool(first) - bool(last)
+        each = (layers - first - last) // max(ranks, 1)
+        of_rank = [first or each, *[each] * (pp - 2), last or each]
+        if any(n % virtual for n in of_rank) or sum(of_rank) != layers:
+            raise InvalidValue(
+                f"--num-layers {layers} cannot be divided as {of_rank} over the ranks, each in {virtual} "
+                "equal stages; choose other numbers."
+            )
+        return tuple([n // virtual for n in of_rank] * virtual)
+
+    def _recomputation(self) -> dict[str, Any]:
+        if "recompute-granularity" not in self.given:
+            return {}
+        self.one_of("recompute-granularity", "full")
+        method, n = self.given.get("recompute-method"), self.count("recompute-num-layers", 1)
+        if method == "block":
+            return {"recompute": "full", "recompute_blocks": n}
+        if n > 1:
+            raise MissingRule(
+                f"--recompute-num-layers {n} under --recompute-method uniform has no rule; use 1."
+            )
+        return {"recompute": "full"}
+
+    @property
+    def notes(self) -> list[str]:
+        """What is taken for granted."""
+        return []
+
+
+MEGATRON: Final = Megatron()

@@ -1,0 +1,10 @@
+"""Megatron-Core's GPT: Transformer Engine's layers and Megatron's own, as forward passes over shapes.
+
+Read from NVIDIA/Megatron-LM at 6e091e1b68 (May 2026) and Transformer Engine 2.8. Symbols are cited as
+`megatron.core....:name` and `transformer_engine....:name`.
+"""
+
+from memplan.models.megatron.config import TransformerConfig
+from memplan.models.megatron.model import WORDS, GPTModel, configured, gpt_model
+
+__all__ = ["WORDS", "GPTModel", "TransformerConfig", "configured", "gpt_model"]

@@ -1,0 +1,297 @@
+"""Core attention: FlashAttention 2 and cuDNN through Transformer Engine, or scores in memory.
+
+Queries, keys and values are cut out of one product, in which each group of query heads is followed by its key
+and its value head. Shapes are (batch, seq, heads, d_head) of this rank.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from memplan.kernels import cudnn_scratch
+from memplan.models.megatron.config import TransformerConfig
+from memplan.models.megatron.layers import Norm
+from memplan.record import Compute, ComputeKind, flops_of
+from memplan.shapes import BOOL, FP32, INT64, UINT8, DType, Shape
+from memplan.tape import Grads, Node, Saved, Tape, Tensor
+
+
+class Heads(NamedTuple):
+    """The heads of one rank: of queries, of keys and values (`groups`), and their width."""
+
+    n: int
+    groups: int
+    width: int
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share a key head."""
+        return self.groups != self.n
+
+
+class Qkv(NamedTuple):
+    """Queries, keys and values as attention takes them.
+
+    `node` takes the gradient of the product that they were cut from, of shape `whole`; `separate`: they are
+    tensors of their own, whose gradients are put together.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    node: Node
+    whole: Shape
+    separate: bool
+
+
+def split_qkv(mixed: Tensor, heads: Heads) -> Qkv:
+    """Queries, keys and values as views of `mixed`; the queries of groups are a copy.
+
+    Source: megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors.
+    """
+    tape, (batch, seq, _), dtype = mixed.tape, mixed.shape, mixed.dtype
+
+    def part(n: int) -> Tensor:
+        return Tensor(tape, (batch, seq, n, heads.width), dtype, mixed.storage, None, True)
+
+    node = tape.node((mixed.node,), (), lambda grad, saved: (grad,))
+    q = part(heads.n)
+    if heads.grouped:
+        q = tape.new("queries", q.shape, dtype)
+    return Qkv(q, part(heads.groups), part(heads.groups), node, mixed.shape, heads.grouped)
+
+
+def with_positions(qkv: Qkv, width: int, *, fused: bool) -> Qkv:
+    """Queries and keys turned by their positions, each a new tensor; the angles are not saved for each layer.
+
+    Without the fused kernel each also saves its cosines and sines (seq, 1, 1, `width`).
+
+    Source: megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb.
+    """
+    q, k, v, node, whole, _ = qkv
+    del qkv
+    tape = q.tape
+    angles = (q.shape[1], 1, 1, width)
+
+    def turned(x: Tensor) -> tuple[Tensor, Saved]:
+        saved: Saved = ()
+        if not fused:
+            saved = tape.new("cosines", angles, x.dtype), tape.new("sines", angles, x.dtype)
+        return tape.new("turned by position", x.shape, x.dtype), saved
+
+    q, of_q = turned(q)
+    k, of_k = turned(k)
+    node = tape.node((node,), (*of_q, *of_k), lambda grad, saved: (grad,))
+    return Qkv(q, k, v, node, whole, True)
+
+
+def with_norms(qkv: Qkv, config: TransformerConfig) -> Qkv:
+    """Queries and keys normed head by head, each a new tensor; their input and statistics are saved.
+
+    Source: megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors (`q_layernorm`).
+    """
+    q, k, v, node, whole, _ = qkv
+    del qkv
+    tape, shapes, dtype = q.tape, (q.shape, k.shape), q.dtype
+    norms = [Norm(x, f"self_attention.{name}_layernorm.", config) for x, name in ((q, "q"), (k, "k"))]
+    (new_q, of_q), (new_k, of_k) = (one.forward(x, "normed") for one, x in zip(norms, (q, k), strict=True))
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape = grad.tape
+        with tape.workspace() as parts:
+            for shape in shapes:
+                parts.new("grad", shape, dtype)
+            return grad, *[grad for one in norms for grad in one.backward(tape)[1]]
+
+    weights = [tape.weight(parameter).node for one in norms for parameter in one.parameters]
+    node = tape.node((node, *weights), (q, k, *of_q, *of_k), backward)
+    return Qkv(new_q, new_k, v, node, whole, True)
+
+
+def made_contiguous(qkv: Qkv, *, transposes: bool) -> Qkv:
+    """Copies of what is not contiguous: all three if they are also transposed, else what is still a view.
+
+    Source: transformer_engine.pytorch.attention.dot_product_attention.utils:get_qkv_layout,
+    transformer_engine.pytorch.attention.dot_product_attention.backends:FlashAttention.forward.
+    """
+
+    def copy(x: Tensor) -> Tensor:
+        again = transposes and x.shape[0] > 1
+        return x.tape.new("contiguous", x.shape, x.dtype) if x.is_view or again else x
+
+    q, k, v, node, whole, _ = qkv
+    del qkv
+    q, k, v = copy(q), copy(k), copy(v)
+    return Qkv(q, k, v, node, whole, True)
+
+
+def attended(
+    qkv: Qkv,
+    compute: Callable[[], tuple[Tensor, Saved]],
+    scratch: Callable[[Tape], None],
+) -> Tensor:
+    """An attention kernel's output (batch, seq, heads x d_head); saves q, k, v, and what `compute` returns.
+
+    Backward makes the gradients of all three: in one piece if they are views of one product; else they are
+    then put together in a copy.
+    """
+    q, k, v, node, whole, separate = qkv
+    del qkv
+    tape, dtype = q.tape, q.dtype
+    shapes = q.shape, k.shape, v.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape = grad.tape
+        if not separate:
+            mixed = tape.new("grad of queries, keys and values", whole, dtype)
+            scratch(tape)
+            return (mixed,)
+        with tape.workspace() as parts:
+            for name, shape in zip(("queries", "keys", "values"), shapes, strict=True):
+                parts.new(f"grad of {name}", shape, dtype)
+            scratch(tape)
+            return (tape.new("grad of queries, keys and values", whole, dtype),)
+
+    y, saved = compute()
+    tape.events.append(
+        Compute(
+            kind=ComputeKind.ATTENTION, operands=shapes, phase=tape.phase, shape=q.shape, dtype=dtype,
+            flops=flops_of(ComputeKind.ATTENTION, shapes),
+        )
+    )  # fmt: skip
+    y.node = tape.node((node,), (q, k, v, *saved), backward)
+    return y
+
+
+def fused_attention(qkv: Qkv, p: float) -> Tensor:
+    """cuDNN's: saves q, k, v, the output, each row's log-sum-exp and the random state.
+
+    Its workspaces are taken to be those of PyTorch's calls of cuDNN.
+
+    Source: transformer_engine.pytorch.attention.dot_product_attention.backends:FusedAttnFunc.
+    """
+    if qkv.separate:
+        qkv = made_contiguous(qkv, transposes=False)
+    tape, (batch, seq, n, width), dtype = qkv.q.tape, qkv.q.shape, qkv.q.dtype
+    context = tape.context
+    scratch = cudnn_scratch(
+        context.device, context.torch_release, qkv.q.shape, qkv.k.shape, dtype, dropout=bool(p)
+    )
+
+    def backward_scratch(tape: Tape) -> None:
+        with tape.workspace() as temporary:
+            temporary.new("cuDNN's workspace", (scratch.backward_bytes,), UINT8)
+
+    def compute() -> tuple[Tensor, Saved]:
+        y = tape.new("attention", (batch, seq, n * width), dtype)
+        lse = tape.new("log-sum-exp", (batch, n, seq), FP32)
+        with tape.workspace() as temporary:
+            if scratch.forward_bytes:
+                temporary.new("cuDNN's workspace", (scratch.forward_bytes,), UINT8)
+        return y, (y.detach(), lse, tape.new("random state", (2,), INT64))
+
+    return attended(qkv, compute, backward_scratch)
+
+
+def flash_attention(qkv: Qkv, *, deterministic: bool) -> Tensor:
+    """FlashAttention 2, which has the batch outermost: q, k, v and its output are copied.
+
+    Backward keeps each row's dot product and a float32 accumulator of the queries' gradient, one for each
+    part of the keys if it is deterministic; grouped queries expand the gradients of keys and values.
+
+    Source: transformer_engine.pytorch.attention.dot_product_attention.backends:FlashAttention.forward,
+    flash-attn 2.8's csrc/flash_attn/flash_api.cpp (`mha_fwd`, `mha_bwd`).
+    """
+    qkv = made_contiguous(qkv, transposes=True)
+    tape, (batch, seq, n, width), dtype = qkv.q.tape, qkv.q.shape, qkv.q.dtype
+    groups, device = qkv.k.shape[2], tape.context.device
+    seq_rounded = -(-seq // 128) * 128
+    width_rounded = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
+    n_splits = -(-device.multiprocessors // (batch * n)) if deterministic else 1
+
+    def scratch(tape: Tape) -> None:
+        with tape.workspace() as temporary:
+            temporary.new("dots", (batch, n, seq_rounded), FP32)
+            temporary.new("sums of dq", (n_splits, batch, seq_rounded, n, width_rounded), FP32)
+            if groups != n:
+                temporary.new("expanded dk", (batch, seq, n, width), dtype)
+                temporary.new("expanded dv", (batch, seq, n, width), dtype)
+
+    def compute() -> tuple[Tensor, Saved]:
+        y = tape.new("attention", (batch, seq, n * width), dtype)
+        lse = tape.new("log-sum-exp", (batch, n, seq), FP32)
+        return y, (y.detach(), lse, tape.new("random state", (2,), INT64))
+
+    y = attended(qkv, compute, scratch)
+    if batch == 1:
+        return y
+    node = tape.node(
+        (y.node,), (), lambda grad, saved: (grad.tape.new("grad, transposed", grad.shape, dtype),)
+    )
+    return tape.new("attention, transposed", y.shape, dtype, node)
+
+
+def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfig) -> Tensor:
+    """Scores in memory: saves q, k, v, the softmax, its dropout mask and what is left of it.
+
+    Source: transformer_engine.pytorch.attention.dot_product_attention.backends:UnfusedDotProductAttention,
+    megatron.core.transformer.dot_product_attention:DotProductAttention.forward.
+    """
+    if qkv.separate and config.transformer_impl == "transformer_engine":
+        qkv = made_contiguous(qkv, transposes=False)
+    tape, (batch, seq, n, width), dtype = qkv.q.tape, qkv.q.shape, qkv.q.dtype
+    scores, context = (batch, n, seq, seq), (batch, seq, n * width)
+    shapes, node, whole = (qkv.q.shape, qkv.k.shape, qkv.v.shape), qkv.node, qkv.whole
+    q, k, v = qkv.q, qkv.k, qkv.v
+    del qkv
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape = grad.tape
+        with tape.workspace() as parts:
+            parts.new("grad of values", v_shape, dtype)
+            with tape.workspace() as of_scores:
+                of_scores.new("grad of probabilities", scores, dtype)
+                if p:
+                    of_scores.new("grad of the softmax", scores, dtype)
+                if config.transformer_impl != "transformer_engine":
+                    of_scores.new("grad of scores", scores, dtype)
+                parts.new("grad of queries", shapes[0], dtype)
+                parts.new("grad of keys", shapes[0], dtype)
+            return (tape.new("grad of queries, keys and values", whole, dtype),)
+
+    v_shape = shapes[0]
+    if heads.grouped:
+        k, v = (tape.new(f"repeated {name}", shapes[0], dtype) for name in ("keys", "values"))
+    softmax, dropped = _softmax(tape, scores, p, dtype, config)
+    with tape.workspace() as before:
+        before.new("attention", context, dtype)
+        y = tape.new("attention, transposed", context, dtype)
+    tape.events.append(
+        Compute(
+            kind=ComputeKind.ATTENTION, operands=shapes, phase=tape.phase, shape=shapes[0], dtype=dtype,
+            flops=flops_of(ComputeKind.ATTENTION, shapes),
+        )
+    )  # fmt: skip
+    y.node = tape.node((node,), (q, k, v, softmax, *dropped), backward)
+    return y
+
+
+def _softmax(
+    tape: Tape, scores: Shape, p: float, dtype: DType, config: TransformerConfig
+) -> tuple[Tensor, Saved]:
+    """The softmax of the scores, and with dropout its mask and what it leaves.
+
+    Transformer Engine allocates the scores twice for a moment; Megatron's own are written from a buffer that
+    it keeps for good (`get_global_memory_buffer`).
+    """
+    with tape.workspace() as local:
+        if config.transformer_impl == "transformer_engine":
+            with tape.workspace() as unused:
+                unused.new("scores, not read", scores, dtype)
+                local.new("scores", scores, dtype)
+        else:
+            local.new("scores", scores, dtype)
+        softmax = tape.new("softmax", scores, dtype)
+    if not p:
+        return softmax, ()
+    dropped = tape.new("dropout of the softmax", scores, dtype)
+    return softmax, (tape.new("dropout mask", scores, BOOL), dropped)

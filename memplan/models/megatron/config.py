@@ -1,0 +1,24 @@
+"""What Megatron's layers are configured with, beside the model's sizes."""
+
+from typing import NamedTuple
+
+
+class TransformerConfig(NamedTuple):
+    """The fields of `megatron.core.transformer.transformer_config:TransformerConfig` that layers read.
+
+    `attention_backend` is the one that is taken ("flash", "fused", "unfused" or "local"); `tp` is
+    `tensor_model_parallel_size`;
+    `vocab_multiple` the argument `make_vocab_size_divisible_by`; `cross_entropy_loss_fusion`: by Transformer
+    Engine.
+    """
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    normalization: str = "LayerNorm"
+    transformer_impl: str = "transformer_engine"
+    attention_backend: str = "fused"
+    gradient_accumulation_fusion: bool = True
+    cross_entropy_loss_fusion: bool = False
+    create_attention_mask_in_dataloader: bool = True
+    deterministic_mode: bool = False
+    vocab_multiple: int = 128

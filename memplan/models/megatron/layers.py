@@ -1,0 +1,326 @@
+"""Transformer Engine's and Megatron's layers over shapes, as one tensor-parallel rank runs them.
+
+Shapes are local, as (batch, seq, features): Megatron's own order is (seq, batch, features), of as many bytes.
+Under sequence parallelism `seq` is this rank's part between layers. Each operation records what its autograd
+function allocates, saves and sends.
+"""
+
+from memplan.models.megatron.config import TransformerConfig
+from memplan.record import CollectiveKind, Compute, ComputeKind
+from memplan.shapes import BOOL, FP32, INT64, DType, Parameter, Shape, n_elements
+from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
+
+
+def gemm(tape: Tape, name: str, shape: Shape, n_in: int, dtype: DType) -> Tensor:
+    """A new matrix product of this shape, summed over `n_in` features; its two gradients are counted too."""
+    rows, n_out = n_elements(shape[:-1]), shape[-1]
+    operands = (rows, n_in), (n_in, n_out)
+    y = tape.new(name, shape, dtype)
+    flops = 2 * rows * n_in * n_out
+    tape.events.append(
+        Compute(
+            kind=ComputeKind.MM, operands=operands, phase=tape.phase, flops=flops, shape=shape, dtype=dtype
+        )
+    )
+    return y
+
+
+def sent(tape: Tape, kind: CollectiveKind, what: str, x: Tensor | Shape, dtype: DType) -> None:
+    """Record a collective over the tensor axis, whose whole tensor has this shape."""
+    shape = x.shape if isinstance(x, Tensor) else x
+    tape.collective(kind, "tp", what, n_elements(shape) * dtype.itemsize)
+
+
+def whole_sequence(shape: Shape, config: TransformerConfig) -> Shape:
+    """The shape of what is gathered along the sequence: the shape itself without sequence parallelism."""
+    batch, seq, width = shape
+    return (batch, seq * config.tp, width) if config.sequence_parallel else shape
+
+
+class Norm:
+    """LayerNorm or RMSNorm as Transformer Engine computes it: weights in the parameters' type."""
+
+    def __init__(self, x: Tensor, name: str, config: TransformerConfig) -> None:
+        parts = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+        self.parameters = [x.tape.parameter(f"{name}{part}", x.shape[-1:]) for part in parts]
+        self.shape, self.dtype = x.shape, x.dtype
+
+    def forward(self, x: Tensor, name: str) -> tuple[Tensor, Saved]:
+        """The normed x, and each row's mean (LayerNorm only) and 1/std, as they are saved.
+
+        Source: transformer_engine/pytorch/csrc/extensions/normalization.cpp (`layernorm_fwd`, `rmsnorm_fwd`).
+        """
+        statistics = ("mean", "rstd") if len(self.parameters) == 2 else ("rstd",)
+        y = x.tape.new(name, self.shape, self.dtype)
+        return y, tuple([x.tape.new(one, self.shape[:-1], FP32) for one in statistics])
+
+    def backward(self, tape: Tape) -> tuple[Tensor, list[Tensor]]:
+        """The gradients of x and of the weights.
+
+        Source: transformer_engine/pytorch/csrc/extensions/normalization.cpp (`layernorm_bwd`).
+        """
+        grad = tape.new("grad", self.shape, self.dtype)
+        return grad, [tape.new("grad", self.shape[-1:], self.dtype) for _ in self.parameters]
+
+
+def norm(x: Tensor, name: str, config: TransformerConfig) -> Tensor:
+    """A norm of its own (`TENorm`): saves x and its statistics.
+
+    Source: transformer_engine.pytorch.module.layernorm:LayerNorm.
+    """
+    of = Norm(x, f"{name}.", config)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_x, grads = of.backward(grad.tape)
+        return grad_x, *grads
+
+    y, statistics = of.forward(x, name)
+    weights = [x.tape.weight(one).node for one in of.parameters]
+    y.node = x.tape.node((x.node, *weights), (x, *statistics), backward)
+    return y
+
+
+def te_norm_column_linear(
+    x: Tensor, name: str, n_out: int, config: TransformerConfig, *, bias: bool
+) -> Tensor:
+    """A norm and a product whose weight is divided by columns: saves x, its statistics and the normed x.
+
+    Under sequence parallelism the normed x is gathered for the product, and again in the backward pass.
+    `bias`: it is added by the product; else the caller adds it.
+
+    Source: transformer_engine.pytorch.module.layernorm_linear:_LayerNormLinear.
+    """
+    tape, n_in, dtype = x.tape, x.shape[-1], x.dtype
+    of = Norm(x, f"{name}.layer_norm_", config)
+    gathered = whole_sequence(x.shape, config)
+    out = (*gathered[:-1], n_out)
+    own = [tape.parameter(f"{name}.weight", (n_out, n_in))]
+    own += [tape.parameter(f"{name}.bias", (n_out,))] if bias else []
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape, ln_out = grad.tape, saved[1]
+        with tape.workspace() as local:
+            if config.sequence_parallel:
+                local.new("gathered input", gathered, dtype)
+                sent(tape, "all_gather", "normed input", gathered, dtype)
+            gemm_out = tape.new("dgrad", gathered, dtype)
+            if config.sequence_parallel:
+                local.new("scattered dgrad", x_shape, dtype)
+                sent(tape, "reduce_scatter", "input gradient", gathered, dtype)
+            elif config.tp > 1:
+                sent(tape, "all_reduce", "input gradient", gathered, dtype)
+            grads = wgrads(tape, (n_out, n_in), dtype, bias=bias, config=config)
+        ln_out.storage = None  # clear_tensor_data(ln_out)
+        grad_x, of_norm = of.backward(tape)
+        del gemm_out
+        return grad_x, *of_norm, *grads
+
+    x_shape = x.shape
+    ln_out, statistics = of.forward(x, f"{name}.layer_norm")
+    with tape.workspace() as local:
+        if config.sequence_parallel:
+            local.new("gathered input", gathered, dtype)
+            sent(tape, "all_gather", "normed input", gathered, dtype)
+        y = gemm(tape, name, out, n_in, dtype)
+    weights = [tape.weight(one).node for one in (*of.parameters, *own)]
+    y.node = tape.node((x.node, *weights), (x, ln_out, *statistics), backward)
+    return y
+
+
+def wgrads(
+    tape: Tape, shape: Shape, dtype: DType, *, bias: bool, config: TransformerConfig
+) -> list[Tensor | None]:
+    """The gradients of a weight and its bias; fused, main_grad takes the weight's."""
+    grads: list[Tensor | None] = (
+        [None] if config.gradient_accumulation_fusion else [tape.new("wgrad", shape, dtype)]
+    )
+    return [*grads, tape.new("bgrad", shape[:1], dtype)] if bias else grads
+
+
+def te_row_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -> Tensor:
+    """A product whose weight is divided by rows, and the sum over tensor ranks; the caller adds the bias.
+
+    Source: transformer_engine.pytorch.module.linear:_Linear.
+    """
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    n_in = shape[-1]
+    weight = tape.parameter(f"{name}.weight", (n_out, n_in))
+    whole = (*shape[:-1], n_out)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape = grad.tape
+        with tape.workspace() as local:
+            if config.sequence_parallel:
+                local.new("gathered output gradient", whole, dtype)
+                sent(tape, "all_gather", "output gradient", whole, dtype)
+            grad_x = tape.new("dgrad", shape, dtype)
+            return grad_x, *wgrads(tape, (n_out, n_in), dtype, bias=False, config=config)
+
+    y = gemm(tape, name, whole, n_in, dtype)
+    if config.sequence_parallel:
+        batch, seq, _ = whole
+        part = tape.new(name, (batch, seq // config.tp, n_out), dtype)
+        sent(tape, "reduce_scatter", "output", whole, dtype)
+        y = part
+        del part
+    elif config.tp > 1:
+        sent(tape, "all_reduce", "output", whole, dtype)
+    y.node = tape.node((x.node, tape.weight(weight).node), (x,), backward)
+    return y
+
+
+def column_linear(
+    x: Tensor, weight: Parameter, name: str, config: TransformerConfig, *,
+    bias: Parameter | None = None, shared: bool = False,
+) -> Tensor:  # fmt: skip
+    """Megatron's own product by columns: saves x; PyTorch's cuBLAS computes it.
+
+    Under sequence parallelism x is gathered into Megatron's global memory buffer, which is kept for good.
+    `shared`: the weight is also the embedding's. Where the product adds its gradient to main_grad, zeros that
+    are kept for good are then added to the embedding's gradient (`zero_out_wgrad`).
+
+    Source: megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.
+    """
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    n_out, n_in = weight.shape
+    gathered = whole_sequence(shape, config)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape = grad.tape
+        with tape.workspace() as local:
+            if config.sequence_parallel:
+                sent(tape, "all_gather", "input", gathered, dtype)
+            grad_x = tape.new("dgrad", gathered, dtype)
+            tape.product(grad_x)
+            if config.sequence_parallel:
+                local.keep(grad_x)
+                grad_x = tape.new("scattered dgrad", shape, dtype)
+                sent(tape, "reduce_scatter", "input gradient", gathered, dtype)
+            elif config.tp > 1:
+                sent(tape, "all_reduce", "input gradient", gathered, dtype)
+            of_weight, *of_bias = wgrads(tape, (n_out, n_in), dtype, bias=bias is not None, config=config)
+            if shared and of_weight is None:
+                of_weight = Tensor(tape, (n_out, n_in), dtype, is_view=True)
+            return grad_x, of_weight, *of_bias
+
+    if config.sequence_parallel:
+        sent(tape, "all_gather", "input", gathered, dtype)
+    y = gemm(tape, name, (*gathered[:-1], n_out), n_in, dtype)
+    tape.product(y)
+    weights = [tape.weight(one).node for one in (weight, bias) if one is not None]
+    y.node = tape.node((x.node, *weights), (x,), backward)
+    return y
+
+
+def row_linear(x: Tensor, weight: Parameter, name: str, config: TransformerConfig) -> Tensor:
+    """Megatron's own product by rows, summed over tensor ranks; the caller adds the bias.
+
+    Source: megatron.core.tensor_parallel.layers:RowParallelLinear.forward.
+    """
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    n_out, n_in = weight.shape
+    whole = (*shape[:-1], n_out)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape = grad.tape
+        with tape.workspace() as local:
+            if config.sequence_parallel:
+                local.new("gathered output gradient", whole, dtype)
+                sent(tape, "all_gather", "output gradient", whole, dtype)
+            grad_x = tape.new("dgrad", shape, dtype)
+            tape.product(grad_x)
+            return grad_x, *wgrads(tape, (n_out, n_in), dtype, bias=False, config=config)
+
+    y = gemm(tape, name, whole, n_in, dtype)
+    tape.product(y)
+    if config.sequence_parallel:
+        batch, seq, _ = whole
+        y = tape.new(name, (batch, seq // config.tp, n_out), dtype)
+        sent(tape, "reduce_scatter", "output", whole, dtype)
+    elif config.tp > 1:
+        sent(tape, "all_reduce", "output", whole, dtype)
+    y.node = tape.node((x.node, tape.weight(weight).node), (x,), backward)
+    return y
+
+
+def vocab_parallel_embedding(tokens: Tensor, table: Parameter, config: TransformerConfig) -> Tensor:
+    """Rows of the vocabulary, summed over tensor ranks: (batch, seq, hidden); saves the ids of its own rows.
+
+    Source: megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward.
+    """
+    tape, dtype = tokens.tape, table.dtype
+    batch, seq = tokens.shape[0], tokens.shape[1] * (config.tp if config.sequence_parallel else 1)
+    table_shape, width = table.shape, table.shape[1]
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.tape.new("grad", table_shape, dtype),)
+
+    with tape.workspace() as masks:
+        ids: Saved = ()
+        if config.tp > 1:
+            masks.new("ids of other ranks", (batch, seq), BOOL)
+            ids = (tape.new("ids of own rows", (batch, seq), INT64),)
+        y = tape.new("word embeddings", (batch, seq, width), dtype)
+        y.node = tape.node((tape.weight(table).node,), ids, backward)
+        if config.tp > 1:
+            sent(tape, "all_reduce", "word embeddings", y, dtype)
+    return y
+
+
+def position_embedding(tokens: Tensor, x: Tensor, table: Parameter) -> Tensor:
+    """x (batch, seq, hidden) plus learned positions of each sequence.
+
+    Source: megatron.core.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.forward.
+    """
+    tape, shape, dtype, table_shape = x.tape, x.shape, x.dtype, table.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return grad, grad
+
+    def of_table(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.tape.new("grad", table_shape, dtype),)
+
+    rows = tape.new("position embeddings", shape, dtype)
+    rows.node = tape.node((tape.weight(table).node,), (), of_table)
+    return tape.new("embeddings", shape, dtype, tape.node((x.node, rows.node), (), backward))
+
+
+def transposed(x: Tensor, name: str) -> Tensor:
+    """A copy in the other order of batch and sequence; saves nothing.
+
+    Source: torch:Tensor.contiguous.
+    """
+    shape, dtype = x.shape, x.dtype
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad,)
+
+    return x.tape.new(name, shape, dtype, x.tape.node((x.node,), (), backward))
+
+
+def scatter_to_sequence_parallel_region(x: Tensor, config: TransformerConfig) -> Tensor:
+    """This rank's part of the sequence; the backward pass gathers it.
+
+    Source: megatron.core.tensor_parallel.mappings:_ScatterToSequenceParallelRegion.
+    """
+    batch, seq, width = x.shape
+    whole, dtype = x.shape, x.dtype
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        sent(grad.tape, "all_gather", "embedding gradient", whole, dtype)
+        return (grad.tape.new("gathered gradient", whole, dtype),)
+
+    node = x.tape.node((x.node,), (), backward)
+    part = (batch, seq // config.tp, width)
+    return x.tape.new("part of the sequence", part, dtype, node)  # clone_scatter_output_in_embedding
+
+
+def expanded_bias(grad: Tensor, n: int, dtype: DType) -> Expanded:
+    """The gradient of a bias (n) that was added to each row of a tensor with this gradient."""
+    rows = Tensor(grad.tape, (n_elements(grad.shape) // n, n), grad.dtype, grad.storage)
+    return Expanded(rows, (n,), dtype)
+
+
+def node_of(parameter: Parameter | None, tape: Tape) -> Node | Parameter | None:
+    """The graph's edge to a weight; None without one."""
+    return None if parameter is None else tape.weight(parameter).node

@@ -1,0 +1,238 @@
+"""GPTModel over shapes: Megatron's embedding, transformer layer and output layer."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, final
+
+from memplan.checks import checked_fraction
+from memplan.errors import MissingRule
+from memplan.models.base import Decoder, Model
+from memplan.models.decoders import GptDecoder, RotaryDecoder
+from memplan.models.megatron import attention as core
+from memplan.models.megatron.config import TransformerConfig
+from memplan.models.megatron.fusions import (
+    bias_dropout_add,
+    bias_gelu,
+    bias_swiglu,
+    dropout,
+    masked_loss,
+    te_parallel_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
+from memplan.models.megatron.layers import (
+    column_linear,
+    norm,
+    position_embedding,
+    row_linear,
+    scatter_to_sequence_parallel_region,
+    te_norm_column_linear,
+    te_row_linear,
+    transposed,
+    vocab_parallel_embedding,
+)
+from memplan.shapes import FP32, Buffer, Parameter, buffer_of
+from memplan.tape import Tensor
+
+WORDS: Final = "embedding.word_embeddings.weight"
+"""The table of word embeddings, which a tied output layer shares."""
+
+
+DEFAULT_CONFIG: Final = TransformerConfig()
+"""Megatron's defaults, on one rank."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTModel(Decoder):
+    """A GPT as Megatron's arguments describe it, and how its layers are configured on one rank.
+
+    `vocab_size` is what Megatron pads; `position_embedding_type` is "learned_absolute", "rope" or "none".
+
+    Source: megatron.core.models.gpt.gpt_model:GPTModel.
+    """
+
+    family: ClassVar[str] = "megatron"
+    code: ClassVar[str] = "Megatron-Core"
+    module_order: ClassVar[tuple[str, ...]] = (
+        "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv",
+        "self_attention.q_layernorm", "self_attention.k_layernorm",
+        "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2", "",
+    )  # fmt: skip
+
+    normalization: str = "LayerNorm"
+    swiglu: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    position_embedding_type: str = "learned_absolute"
+    rotary_percent: float = 1.0
+    rope_fusion: bool = True
+    qk_layernorm: bool = False
+    attention_dropout: float = 0.0
+    config: TransformerConfig = DEFAULT_CONFIG
+
+    def __post_init__(self) -> None:
+        Decoder.__post_init__(self)
+        checked_fraction("attention_dropout", self.attention_dropout)
+
+    @property
+    def longest_seq_len(self) -> int | None:
+        return self.max_seq_len if self.position_embedding_type == "learned_absolute" else None
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary's rows, padded so that tensor ranks divide it evenly.
+
+        Source: megatron.training.tokenizer.tokenizer:_vocab_size_with_padding.
+        """
+        multiple = self.config.vocab_multiple * self.config.tp
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def heads(self) -> core.Heads:
+        """The attention heads of one tensor rank."""
+        tp = self.config.tp
+        return core.Heads(self.n_heads // tp, self.n_kv_heads // tp, self.d_head)
+
+    def embedding_buffers(self) -> tuple[Buffer, ...]:
+        return ()
+
+    def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
+        """The rotary embedding's inverse frequencies, and its angles, which are cached.
+
+        Source: megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.
+        """
+        if self.position_embedding_type != "rope":
+            return ()
+        return (
+            buffer_of("rotary inverse frequencies", (self.rotary_width // 2,), FP32),
+            buffer_of("rotary angles", (seq_len, 1, 1, self.rotary_width), FP32),
+        )
+
+    @property
+    def rotary_width(self) -> int:
+        """The features of a head that are turned by position."""
+        return int(self.d_head * self.rotary_percent)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        tape, config = tokens.tape, self.config
+        table = tape.parameter(WORDS, (self.padded_vocab_size // config.tp, self.d_model))
+        x = vocab_parallel_embedding(tokens, table, config)
+        if self.position_embedding_type == "learned_absolute":
+            positions = tape.parameter(
+                "embedding.position_embeddings.weight", (self.max_seq_len, self.d_model)
+            )
+            x = position_embedding(tokens, x, positions)
+        x = transposed(x, "embeddings, transposed")
+        if config.sequence_parallel:
+            x = scatter_to_sequence_parallel_region(x, config)
+        return dropout(x, self.dropout)
+
+    def block(self, x: Tensor, kind: str) -> Tensor:
+        with_te = self.config.transformer_impl == "transformer_engine"
+        x = self._attention(x, with_te=with_te)
+        return self._mlp(x, with_te=with_te)
+
+    def _column(
+        self, x: Tensor, norm_name: str, name: str, n_out: int, *, bias: bool, with_te: bool
+    ) -> Tensor:
+        """The norm and the product by columns after it."""
+        if with_te:
+            return te_norm_column_linear(x, name, n_out, self.config, bias=bias)
+        h = norm(x, norm_name, self.config)
+        weight = x.tape.parameter(f"{name}.weight", (n_out, x.shape[-1]))
+        of_bias = x.tape.parameter(f"{name}.bias", (n_out,)) if bias else None
+        return column_linear(h, weight, name, self.config, bias=of_bias)
+
+    def _row(self, x: Tensor, name: str, *, with_te: bool) -> tuple[Tensor, Parameter | None]:
+        """The product by rows, and its bias, which the caller adds."""
+        tape = x.tape
+        if with_te:
+            y = te_row_linear(x, name, self.d_model, self.config)
+        else:
+            y = row_linear(
+                x, tape.parameter(f"{name}.weight", (self.d_model, x.shape[-1])), name, self.config
+            )
+        return y, tape.parameter(f"{name}.bias", (self.d_model,)) if self.add_bias_linear else None
+
+    def _attention(self, x: Tensor, *, with_te: bool) -> Tensor:
+        heads, name = self.heads, "self_attention.linear_qkv"
+        width = (heads.n + 2 * heads.groups) * heads.width
+        bias = self.add_bias_linear or self.add_qkv_bias
+        mixed = self._column(x, "input_layernorm", name, width, bias=bias, with_te=with_te)
+        qkv = core.split_qkv(mixed, heads)
+        del mixed
+        if self.qk_layernorm:
+            qkv = core.with_norms(qkv, self.config)
+        if self.position_embedding_type == "rope":
+            qkv = core.with_positions(qkv, self.rotary_width, fused=self.rope_fusion)
+        y = self._core_attention(qkv, heads)
+        y, of_bias = self._row(y, "self_attention.linear_proj", with_te=with_te)
+        return bias_dropout_add(y, of_bias, x, self.dropout)
+
+    def _core_attention(self, qkv: core.Qkv, heads: core.Heads) -> Tensor:
+        config = self.config
+        if config.attention_backend == "fused":
+            return core.fused_attention(qkv, self.attention_dropout)
+        if config.attention_backend == "flash":
+            return core.flash_attention(qkv, deterministic=config.deterministic_mode)
+        return core.unfused_attention(qkv, heads, self.attention_dropout, config)
+
+    def _mlp(self, x: Tensor, *, with_te: bool) -> Tensor:
+        tp, tape, name = self.config.tp, x.tape, "mlp.linear_fc1"
+        n_out = self.d_ff // tp * (2 if self.swiglu else 1)
+        h = self._column(x, "pre_mlp_layernorm", name, n_out, bias=False, with_te=with_te)
+        bias = tape.parameter(f"{name}.bias", (n_out,)) if self.add_bias_linear else None
+        h = (bias_swiglu if self.swiglu else bias_gelu)(h, bias)
+        y, of_bias = self._row(h, "mlp.linear_fc2", with_te=with_te)
+        return bias_dropout_add(y, of_bias, x, self.dropout)
+
+    def head(self, x: Tensor) -> Tensor:
+        tape, config = x.tape, self.config
+        h = norm(x, "decoder.final_layernorm", config)
+        name = WORDS if self.tied_head else "output_layer.weight"
+        shared = name in tape.parameters
+        weight = tape.parameter(name, (self.padded_vocab_size // config.tp, self.d_model))
+        return column_linear(h, weight, "logits", config, shared=shared)
+
+    def loss(self, logits: Tensor) -> Tensor:
+        fused = self.config.cross_entropy_loss_fusion
+        losses = (te_parallel_cross_entropy if fused else vocab_parallel_cross_entropy)(logits, self.config)
+        return masked_loss(losses)
+
+
+def gpt_model(model: Model) -> GPTModel:
+    """The model as Megatron builds it.
+
+    Raises:
+        MissingRule: for a model that Megatron's arguments do not describe here.
+    """
+    if isinstance(model, GPTModel):
+        return model
+    known = model.sizes()
+    sizes = {
+        name: known[name]
+        for name in ("name", "d_model", "max_seq_len", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff",
+                     "vocab_size", "tied_head", "dropout")
+        if name in known
+    }  # fmt: skip
+    if isinstance(model, GptDecoder) and model.family == "gpt":
+        return GPTModel(**sizes, attention_dropout=model.dropout)
+    if isinstance(model, RotaryDecoder) and model.family == "llama":
+        return GPTModel(
+            **sizes,
+            normalization="RMSNorm",
+            swiglu=True,
+            add_bias_linear=known.get("mlp_bias", False),
+            add_qkv_bias=known.get("attention_bias", False),
+            position_embedding_type="rope",
+        )
+    raise MissingRule(
+        f"engine='megatron' has no rule for {model.name} of the family {model.family}; use a GPT or a Llama, "
+        "or Megatron's own arguments (--megatron).",
+        kind="a model that the Megatron engine does not build",
+    )
+
+
+def configured(model: Model, config: TransformerConfig) -> GPTModel:
+    """The model with its layers configured."""
+    own = gpt_model(model)
+    return replace(own, config=config._replace(normalization=own.normalization))

@@ -1,0 +1,207 @@
+"""NVIDIA's own bytes beside memplan's: Megatron-LM's functional tests, `data/published/megatron_ci.jsonl`.
+
+Each row is a golden file of these tests: what `torch.cuda.memory_allocated` and `max_memory_allocated` were
+on the last rank of a real run. memplan replays the allocator over the played steps, and compares both.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Final
+
+from memplan.device import Device
+from memplan.engines.base import ENGINES
+from memplan.engines.checks import check_plan
+from memplan.engines.options import plan_of
+from memplan.errors import InvalidValue, MemplanError, reason
+from memplan.files import file_text
+from memplan.hardware import gpu
+from memplan.launchers.megatron import Arguments
+from memplan.plan import Rank
+from memplan.replay import replayed
+from memplan.text_tables import text_table
+from memplan.units import GiB
+from validate.shipped import data_folder
+
+ROWS: Final = data_folder() / "published" / "megatron_ci.jsonl"
+"""The rows that come with memplan."""
+
+LARGEST_BYTES: Final = 2**24
+
+GPUS: Final = {"A100-SXM 80GB": "a100-80-sxm", "H100-SXM 80GB": "h100-sxm", "GB200": "gb200"}
+"""memplan's names of the GPUs that NVIDIA ran on."""
+
+BATCH_REFACTORED: Final = "2026-05-21"
+"""From this day on (5e4fc931ba) the first tensor rank drops what other stages need: release 0.18."""
+
+LTS_BUMPED: Final = "2025-11-06"
+"""From this day on (23a1dcaf74) the LTS container is NGC 25.09."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A row: `reason` why it is not predicted, or allocated bytes after a step and at the worst instant."""
+
+    row: Mapping[str, Any]
+    reason: str = ""
+    rest_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def test(self) -> str:
+        """The name of NVIDIA's test."""
+        return str(self.row["test"])
+
+    @property
+    def rest_off(self) -> int:
+        """Predicted less measured bytes after a step."""
+        return int(self.rest_bytes - self.row["allocated_bytes"])
+
+    @property
+    def peak_off(self) -> int:
+        """Predicted less measured bytes at the worst instant."""
+        return int(self.peak_bytes - self.row["max_allocated_bytes"])
+
+    @property
+    def peak_error(self) -> float:
+        """predicted / measured - 1 of the worst instant."""
+        return float(self.peak_off / self.row["max_allocated_bytes"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `--json` prints them."""
+        found = {"row_id": self.row["row_id"], "test": self.test, "reason": self.reason}
+        if self.reason:
+            return found
+        figures = {"rest_bytes": self.rest_bytes, "peak_bytes": self.peak_bytes}
+        return found | figures | {"rest_off": self.rest_off, "peak_off": self.peak_off}
+
+
+def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
+    """The rows of a file.
+
+    Raises:
+        MemplanError: a file that cannot be read.
+        InvalidValue: a line that is no row.
+    """
+    text = file_text(path, most_bytes=LARGEST_BYTES, what="file as data/published/megatron_ci.jsonl")
+    try:
+        rows = [json.loads(line) for line in text.splitlines()]
+        needed = ("row_id", "test", "arguments", "allocated_bytes", "max_allocated_bytes")
+        if not all(row.get(name) is not None for row in rows for name in needed):
+            raise InvalidValue("a row lacks its number, its arguments or its bytes; give another file.")
+    except (ValueError, AttributeError) as error:
+        raise InvalidValue(f"is no file of rows ({reason(error)}); give another file.") from None
+    return rows
+
+
+def scored(row: Mapping[str, Any]) -> Scored:
+    """A row with its prediction, or with why there is none."""
+    if why := _not_comparable(row):
+        return Scored(row=row, reason=why)
+    device = _device(row)
+    given = {"vocab-size": row["vocab_size"], **row["arguments"]}
+    try:
+        arguments = Arguments(given, row["environment"])
+        release = "0.18" if row["date"] >= BATCH_REFACTORED else "0.15"
+        plan = plan_of(**arguments.keywords, dp=row["dp"], megatron_version=release)
+        check_plan(arguments.model, plan, device)
+    except MemplanError as error:
+        return Scored(row=row, reason=str(error).partition("; ")[0])
+    last = Rank(pp=plan.pp - 1, dp=plan.dp - 1, tp=plan.tp - 1)
+    record = ENGINES.named("megatron").play_rank(arguments.model, plan, last, device, None)
+    if record.program is None:
+        raise InvalidValue("a rank without an allocator's program cannot be compared; report it.")
+    found = replayed(record.program())
+    return Scored(row=row, rest_bytes=found.rest_bytes or 0, peak_bytes=found.allocated_bytes)
+
+
+def _not_comparable(row: Mapping[str, Any]) -> str:
+    """Why a row is not compared, beside what its arguments ask for; empty if it is."""
+    if row["test"].startswith("bert/"):
+        return "another model: BERT"
+    if _gpu(row) not in GPUS:
+        return "the GPU is not stated"
+    if _in_old_container(row):
+        return (
+            "an LTS container before 25.09, in which Transformer Engine chooses another attention by itself"
+        )
+    if not row["dp"]:
+        return "the number of GPUs is not stated"
+    return ""
+
+
+def _in_old_container(row: Mapping[str, Any]) -> bool:
+    """Whether Transformer Engine chose the attention in a container whose software is not stated.
+
+    It takes no FlashAttention before 2.4.1 in deterministic mode.
+
+    Source: transformer_engine.pytorch.attention.dot_product_attention.utils, get_attention_backend.
+    """
+    arguments = row["arguments"]
+    by_itself = arguments.get("attention-backend", "auto") == "auto" and "deterministic-mode" in arguments
+    with_te = arguments.get("transformer-impl", "transformer_engine") == "transformer_engine"
+    return by_itself and with_te and "golden_values_lts" in row["source"] and row["date"] < LTS_BUMPED
+
+
+def _gpu(row: Mapping[str, Any]) -> str:
+    """The row's GPU; tests of the LTS container that name none ran on A100.
+
+    Source: tests/test_utils/recipes/gpt.yaml of 23a1dcaf74 (`platforms: dgx_a100`).
+    """
+    unnamed = "/golden_values_lts.json@23a1dcaf74" in row["source"]
+    return "A100-SXM 80GB" if unnamed else str(row["gpu"])
+
+
+def _device(row: Mapping[str, Any]) -> Device:
+    found = gpu(GPUS[_gpu(row)])
+    return Device("cuda", found.capability, found.multiprocessors, name=found.name)
+
+
+def table(rows: Sequence[Scored]) -> str:
+    """Predicted rows by test, then why the others are not predicted, then the figures of all."""
+    by_test: dict[str, list[Scored]] = {}
+    for one in rows:
+        if not one.reason:
+            by_test.setdefault(one.test, []).append(one)
+    cells = [("test", "rows", "GiB", "after a step", "at the peak", "error")]
+    for test, its in by_test.items():
+        worst = max(its, key=lambda one: abs(one.peak_error))
+        gib = f"{worst.row['max_allocated_bytes'] / GiB:.2f}"
+        off = f"{worst.rest_off:+,}", f"{worst.peak_off:+,}", f"{worst.peak_error:+.3%}"
+        cells.append((test, str(len(its)), gib, *off))
+    parts = [text_table(cells, "<>>>>>", flexible=[0]) if by_test else "", _reasons(rows), summary(rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _reasons(rows: Iterable[Scored]) -> str:
+    counts = Counter(one.reason for one in rows if one.reason)
+    cells = [("rows", "not predicted because of"), *[(str(n), why) for why, n in counts.most_common()]]
+    return text_table(cells, "><", flexible=[1]) if counts else ""
+
+
+def summary(rows: Iterable[Scored]) -> str:
+    """The figures of all predicted rows."""
+    return "\n".join(_figures([one for one in rows if not one.reason]))
+
+
+def _figures(rows: Sequence[Scored]) -> Iterator[str]:
+    if len(rows) < 2:
+        yield f"{len(rows)} rows predicted"
+        return
+    errors = sorted(abs(one.peak_error) for one in rows)
+    states = sorted(abs(one.rest_off) for one in rows)
+    within = [sum(error <= bound for error in errors) for bound in (0.001, 0.01)]
+    exact = [sum(off <= bound for off in states) for bound in (1024, 2**22)]
+    ninth = quantiles(errors, n=10)[-1]
+    yield f"{len(rows)} rows predicted"
+    yield (
+        f"after a step: {exact[0]} within 1,024 bytes, {exact[1]} within 4 MiB; "
+        f"median {median(states):,.0f} bytes"
+    )
+    yield (
+        f"at the peak: {within[0]} within 0.1 %, {within[1]} within 1 %; median {median(errors):.3%}, "
+        f"90th percentile {ninth:.2%}, worst {errors[-1]:.2%}"
+    )
