@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import pytest
 
