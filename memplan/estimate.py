@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 from memplan.allocator import AllocatorConfig, OutOfMemory
@@ -337,8 +337,9 @@ class Estimate:
         """Bytes of the worst stage's process on its GPU (`nvidia-smi`); None on CPU and for accounting.
 
         The lower end is the allocated bytes: cached blocks are given back before memory runs out. The upper
-        end is the reserved bytes, which the caching allocator takes if nothing limits it. To the ends are
-        added the least and the most that CUDA's context and NCCL's buffers take.
+        end is the reserved bytes, which the caching allocator takes if nothing limits it, with what runs of
+        the engine reserved beyond a replay (`Engine.reserves_more`). To the ends are added the least and the
+        most that CUDA's context and NCCL's buffers take.
 
         Assumes: a communicator for each axis of the mesh with more than one rank, and one for all ranks.
         """
@@ -351,7 +352,8 @@ class Estimate:
             return None
         outside = self._outside_allocator
         low_bytes = replay.allocated_bytes + outside.low_bytes
-        return Interval(low_bytes, replay.reserved_bytes + outside.high_bytes)
+        reserved_bytes = ceil(replay.reserved_bytes * (1 + self.engine.reserves_more))
+        return Interval(low_bytes, reserved_bytes + outside.high_bytes)
 
     @property
     def _outside_allocator(self) -> Interval:
@@ -366,7 +368,7 @@ class Estimate:
         """
         budget_bytes = None if self.cluster is None else self.cluster.budget_bytes
         replay = self.worst.replayed
-        if budget_bytes is None or replay is None:
+        if budget_bytes is None or replay is None or self.engine.reserves_more:
             return False
         limit_bytes = budget_bytes - self._outside_allocator.high_bytes
         if not replay.allocated_bytes <= limit_bytes < replay.reserved_bytes:
@@ -380,9 +382,8 @@ class Estimate:
 
         "fits, tight": the caching allocator reserves more than the budget if nothing limits it, and stays
         within it by giving cached blocks back, which takes time. "cannot say" too, unless the tensors alone
-        are too much, of an engine that does not tell what its allocator does (`RankRecord.program`) or whose
-        reserved bytes no run confirms (`Engine.knows_reserved`). On a GPU whose kernels have no rules (AMD's)
-        only the tensors held between steps are known.
+        are too much, of an engine that does not tell what its allocator does (`RankRecord.program`). On a GPU
+        whose kernels have no rules (AMD's) only the tensors held between steps are known.
 
         `fits`, `memplan.search`, `advise`, `why`, charts and JSON all use this rule. None without a cluster
         or a limit, and for closed-form accounting.
@@ -394,8 +395,6 @@ class Estimate:
             return "does not fit" if self.worst.rest_bytes > usable_bytes else "cannot say"
         if self.over_bytes:
             return "does not fit"  # `device_bytes` agrees, but takes a replay
-        if not self.engine.knows_reserved:
-            return "cannot say"
         held = self.device_bytes
         said = "cannot say" if held is None else self.cluster.verdict(held)
         return "fits, tight" if said == "cannot say" and self._gives_back else said

@@ -38,12 +38,10 @@ def axis_of(mesh: Mesh, group: Group) -> Group:
     >>> axis_of(Mesh({"dp": 4, "ep": 4}), "dp"), axis_of(Mesh({"dp": 4, "tp": 2, "ep": 4}), "dp")
     ('ep', 'dp')
     """
-    if mesh.size(group) < mesh.n_ranks or not (
-        mesh.sizes["cp"] > 1 or any(n > 1 for n in mesh.views.values())
-    ):
+    cp = mesh.sizes["cp"]
+    if mesh.size(group) < mesh.n_ranks or max(cp, *mesh.views.values()) == 1:
         return group
-    flat = shard_group(mesh.sizes["cp"])
-    names = WORLD, *mesh.sizes, *RESTS, *mesh.views, flat
+    names = WORLD, *mesh.sizes, *RESTS, *mesh.views, *([shard_group(cp)] if cp > 1 else [])
     return [one for one in names if mesh.size(one) == mesh.n_ranks][-1]
 
 

@@ -190,8 +190,8 @@ class Engine(ABC):
     """The type of its own options: a frozen dataclass of described fields; None: it has none."""
     code: ClassVar[str] = ""
     """The code whose layers it runs, whatever the model's implementation; empty: the model's own."""
-    knows_reserved: ClassVar[bool] = True
-    """Whether runs confirm what the allocator reserves for its plans; if not, no verdict is "fits"."""
+    reserves_more: ClassVar[float] = 0.0
+    """The largest share by which runs reserved more than a replay of its plans says."""
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 
