@@ -73,7 +73,7 @@ class Operations:
     def _attention_s(self, operands: tuple[Shape, ...], *, backward: bool) -> float:
         (batch, seq, n_heads, d_head), key, *_ = operands
         sizes = batch, max(seq, key[1]), n_heads, key[2], d_head
-        found = attention_s(self.gpu, *sizes, backward=backward, flash_2=self.flash_2)
+        found = attention_s(self.gpu, *sizes, backward=backward, flash_2=self.flash_2, dtype=self.matmul)
         return found / self.sustained
 
     def _product_s(self, m: int, n: int, k: int, kind: ComputeKind) -> float:
