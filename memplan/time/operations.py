@@ -37,7 +37,8 @@ class Operations:
 
     def seconds(self, event: Compute) -> tuple[float, float]:
         """Seconds of a computation itself, and of the backward pass that it stands for."""
-        key = event.kind, event.operands, event.phase, event.n_grads, event.flops, event.moved_bytes
+        moved = event.moved_bytes, event.n_kernels
+        key = event.kind, event.operands, event.phase, event.n_grads, event.flops, moved
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._own_s(event), self._grads_s(event)
