@@ -161,12 +161,8 @@ def test_memory_bound_kernels_move_what_they_read_and_write():
 
 
 def test_as_many_bytes_in_more_kernels_take_longer():
-    few, many = (
-        Compute(
-            kind=ComputeKind.MEMORY, phase="forward", flops=0, shape=(), dtype=BF16, moved_bytes=8, n_kernels=n
-        )
-        for n in (1, 2)
-    )  # fmt: skip
+    one = Compute(kind=ComputeKind.MEMORY, phase="forward", flops=0, shape=(), dtype=BF16, moved_bytes=8)
+    few, many = (replace(one, n_kernels=n) for n in (1, 2))
     own = operations_of(memplan.gpu("h100-sxm"), "bf16", False, False)
     assert own.seconds(many)[0] == pytest.approx(2 * own.seconds(few)[0], rel=1e-3)
 
