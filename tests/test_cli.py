@@ -242,7 +242,7 @@ def test_search_prints_the_best_and_what_was_refused():
         r"\d+ stay within 75.15 GiB \(.*\) by what they allocate, \d+ do not, \d+ are refused", said
     )
     assert "Best of those that fit" in result.stdout
-    assert "Times are a roofline" in result.stdout
+    assert "Times add up products" in result.stdout
 
 
 def test_search_prints_three_plans_and_one_command_and_the_rest_with_all():
