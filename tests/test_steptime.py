@@ -35,6 +35,7 @@ from memplan.tables import estimate_text
 from memplan.tape import OpContext, Tape
 from memplan.time import attention_s, collective_s, product_s
 from memplan.time.collectives import crosses_nodes, ranks_in_a_node
+from memplan.time.operations import operations_of
 from memplan.time.products import curve_of
 from memplan.time.step import (
     Measured,
@@ -157,6 +158,13 @@ def test_memory_bound_kernels_move_what_they_read_and_write():
     backward = cast(Compute, tape.events[-1])
     assert backward.phase == "backward"
     assert (backward.moved_bytes, backward.n_kernels) == ((3 + 3 + 3) * n, 3)
+
+
+def test_as_many_bytes_in_more_kernels_take_longer():
+    one = Compute(kind=ComputeKind.MEMORY, phase="forward", flops=0, shape=(), dtype=BF16, moved_bytes=8)
+    few, many = (replace(one, n_kernels=n) for n in (1, 2))
+    own = operations_of(memplan.gpu("h100-sxm"), "bf16", False, False)
+    assert own.seconds(many)[0] == pytest.approx(2 * own.seconds(few)[0], rel=1e-3)
 
 
 def test_tensor_traffic_by_hand():

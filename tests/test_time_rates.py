@@ -90,11 +90,13 @@ def test_a_product_takes_at_least_its_flops_at_the_peak_rate(m, n, k, name):
     name=st.sampled_from(CUDA),
 )
 def test_longer_and_uncausal_attention_never_takes_less(batch, seq, n_heads, name):
-    own = attention_s(name, batch, seq, n_heads, n_heads, 128)
-    assert attention_s(name, batch, seq + 1, n_heads, n_heads, 128) >= own
-    assert attention_s(name, batch + 1, seq, n_heads, n_heads, 128) >= own * (1 - 1e-12)
-    assert attention_s(name, batch, seq, n_heads, n_heads, 128, causal=False) >= own
-    assert attention_s(name, batch, seq, n_heads, n_heads, 128, backward=True) == own * BACKWARD_RATIO
+    of: dict[str, Any] = {"dtype": "bf16" if gpu(name).bf16_flops_per_s else "fp16"}
+    own = attention_s(name, batch, seq, n_heads, n_heads, 128, **of)
+    assert attention_s(name, batch, seq + 1, n_heads, n_heads, 128, **of) >= own
+    assert attention_s(name, batch + 1, seq, n_heads, n_heads, 128, **of) >= own * (1 - 1e-12)
+    assert attention_s(name, batch, seq, n_heads, n_heads, 128, causal=False, **of) >= own
+    assert attention_s(name, batch, seq, n_heads, n_heads, 128, backward=True, **of) == own * BACKWARD_RATIO
+    assert attention_s(name, batch, seq, n_heads, n_heads, 128, dtype="fp32") >= own
 
 
 @given(

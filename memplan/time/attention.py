@@ -7,10 +7,10 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.checks import checked_count
+from memplan.checks import checked_choice, checked_count
 from memplan.errors import InvalidValue
 from memplan.files import toml_table
-from memplan.hardware import Gpu
+from memplan.hardware import DTYPES, Gpu
 from memplan.hardware import gpu as known_gpu
 from memplan.time.borrowing import lender_of
 from memplan.units import TB, TFLOP
@@ -115,12 +115,14 @@ def attention_s(
     causal: bool = True,
     backward: bool = False,
     flash_2: bool = False,
+    dtype: str = "bf16",
 ) -> float:
-    """Seconds of one fused attention over a sequence, in bf16 or fp16: its forward or its backward pass.
+    """Seconds of one fused attention over a sequence: its forward or its backward pass.
 
     The forward pass is measured (FlashAttention 2 on A100 and L40S, 3 on H100 and H200, FlashInfer on B200
     and GB200); the backward pass takes `BACKWARD_RATIO` times as long. A GPU without a curve has that of the
-    one it borrows from, scaled by their peak rates. `flash_2`: by FlashAttention 2 on any GPU.
+    one it borrows from, scaled by their peak rates, as another format than bf16 is. `flash_2`: by
+    FlashAttention 2 on any GPU.
 
     Neglects: sliding windows, dropout, masks.
     Source: `time/attention.toml`.
@@ -137,13 +139,14 @@ def attention_s(
     }  # fmt: skip
     checked = [checked_count(name, size, least=1, most=2**40) for name, size in sizes.items()]
     found = known_gpu(gpu) if isinstance(gpu, str) else gpu
-    forward_s = _forward_s(found, *checked, causal=causal, flash_2=flash_2)
+    known = checked_choice("dtype", dtype, DTYPES)
+    forward_s = _forward_s(found, *checked, causal=causal, flash_2=flash_2, dtype=known)
     return forward_s * (BACKWARD_RATIO if backward else 1.0)
 
 
 @lru_cache(maxsize=65536)
-def _forward_s(gpu: Gpu, *sizes: int, causal: bool, flash_2: bool) -> float:
-    curve, multiprocessors = attention_curve_of(gpu)
+def _forward_s(gpu: Gpu, *sizes: int, causal: bool, flash_2: bool, dtype: str) -> float:
+    curve, multiprocessors = attention_curve_of(gpu, dtype)
     if flash_2 and gpu.capability == (9, 0) and gpu.bf16_flops_per_s:
         most = FLASH_2_ON_HOPPER * gpu.bf16_flops_per_s / TFLOP
         names = [name for name in AttentionCurve.__slots__ if name.startswith("tflop_per_s_")]
@@ -152,19 +155,20 @@ def _forward_s(gpu: Gpu, *sizes: int, causal: bool, flash_2: bool) -> float:
 
 
 @lru_cache(maxsize=256)
-def attention_curve_of(gpu: Gpu) -> tuple[AttentionCurve, int]:
-    """The curve of a GPU, and the number of multiprocessors that it is for.
+def attention_curve_of(gpu: Gpu, dtype: str) -> tuple[AttentionCurve, int]:
+    """The curve of a GPU in a format, and the number of multiprocessors that it is for.
 
     Raises:
-        InvalidValue: no peak rate is known of the GPU in bf16 and fp16, or none of its memory.
+        InvalidValue: no peak rate is known of the GPU in this format, or none of its memory.
     """
     lender = lender_of(gpu, "attention")
     entry = toml_table(ATTENTION)[lender.name]
     fields = {key: value for key, value in entry.items() if key in AttentionCurve.__slots__}
-    own, peak = (one.bf16_flops_per_s or one.fp16_flops_per_s for one in (gpu, lender))
+    own, peak = getattr(gpu, f"{dtype}_flops_per_s"), lender.bf16_flops_per_s
     if not own or not peak or not gpu.memory_bytes_per_s or not lender.memory_bytes_per_s:
         raise InvalidValue(
-            f"no peak rate is known of {gpu.name} in bf16, or none of its memory; use a Gpu that states them."
+            f"no peak rate is known of {gpu.name} in {dtype}, or none of its memory; use a Gpu that states "
+            "both."
         )
     memory = gpu.memory_bytes_per_s / lender.memory_bytes_per_s
     rates = {key: value * own / peak for key, value in fields.items() if key.startswith("tflop")}

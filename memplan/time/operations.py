@@ -37,7 +37,8 @@ class Operations:
 
     def seconds(self, event: Compute) -> tuple[float, float]:
         """Seconds of a computation itself, and of the backward pass that it stands for."""
-        key = event.kind, event.operands, event.phase, event.n_grads, event.flops, event.moved_bytes
+        moved = event.moved_bytes, event.n_kernels
+        key = event.kind, event.operands, event.phase, event.n_grads, event.flops, moved
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._own_s(event), self._grads_s(event)
@@ -73,7 +74,7 @@ class Operations:
     def _attention_s(self, operands: tuple[Shape, ...], *, backward: bool) -> float:
         (batch, seq, n_heads, d_head), key, *_ = operands
         sizes = batch, max(seq, key[1]), n_heads, key[2], d_head
-        found = attention_s(self.gpu, *sizes, backward=backward, flash_2=self.flash_2)
+        found = attention_s(self.gpu, *sizes, backward=backward, flash_2=self.flash_2, dtype=self.matmul)
         return found / self.sustained
 
     def _product_s(self, m: int, n: int, k: int, kind: ComputeKind) -> float:

@@ -284,8 +284,8 @@ class MegatronEngine(Engine):
     def notes(self, model: Model, plan: Plan) -> Iterator[str]:
         yield (
             "Bytes of Megatron-Core are compared with what NVIDIA published of its own tests on H100 and "
-            "A100 (validate published --engine megatron); its times are compared with no run. The upper end of "
-            f"the interval has {self.reserves_more:.0%} more than a replay of the allocator reserves, as the "
+            "A100 (validate published --engine megatron); its times are compared with no run. The interval's "
+            f"upper end has {self.reserves_more:.0%} more than a replay of the allocator reserves, as the "
             "largest difference from runs without a GPU."
         )
 
