@@ -294,6 +294,7 @@ ENGINES: Final = Registry(
     kind=Engine,  # type: ignore[type-abstract]
     own={
         "torch": "memplan.engines.torch:TORCH",
+        "deepspeed": "memplan.engines.deepspeed:DEEPSPEED",
         "textbook": "memplan.engines.textbook:TEXTBOOK",
     },
 )

@@ -1,0 +1,210 @@
+"""ZeRO-1 and ZeRO-2: weights flat and whole, masters and moments of one partition, reduced gradients.
+
+Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final, final
+
+from memplan.engines.deepspeed.flat import Partitions, Slot
+from memplan.engines.deepspeed.stage import NORM_ITEM, DeepSpeedStage
+from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, stepped
+from memplan.kernels import reduction_scratch
+from memplan.memory import Alive
+from memplan.record import Collective, Event, Overlap, Stretch, allocs, events, frees
+from memplan.shapes import FP32, FP64, UINT8, Buffer, buffer_of
+
+INDEXED_BYTES: Final = 2**31 - 1
+
+GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP32)
+
+
+@final
+class DeepSpeedZeroOptimizer(Optimizer):
+    """Plays `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer` with contiguous gradients.
+
+    ZeRO-2, or `overlap_comm`, reduces gradients as they come, in buckets; ZeRO-1 keeps them until the last
+    backward pass is over.
+
+    Attributes:
+        bucket: the parameters whose gradients are in the bucket.
+        left: the ones whose gradients are larger than a bucket and stay until the backward pass is over.
+        has_partition: whether `grads_in_partition` has been allocated in this backward pass.
+    """
+
+    kept = (GLOBAL_NORM,)
+    scales_loss = True
+
+    def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot], rank: int) -> None:
+        super().__init__(stage, slots)
+        options, plan, dtype = stage.options, stage.plan, stage.dtype
+        self.partitions = Partitions(slots, plan.dp)
+        self.partition_gradients, self.overlaps = plan.zero == 2, options.overlap_comm
+        self.bucket_size = options.reduce_bucket_size
+        self.overlap: Overlap = "backward" if self.overlaps else "nothing"
+        size = self.partitions.size
+        self.flat = flat_buffer("bit16_groups_flat", self.partitions.n_elements, dtype, weights=True)
+        self.master = flat_buffer("single_partition_of_fp32_groups", size)
+        self.made_in_step = flat_buffer("exp_avg", size), flat_buffer("exp_avg_sq", size)
+        self.ipg_buffers = [
+            buffer_of(f"ipg bucket {i}", (self.bucket_size,), dtype) for i in range(1 + self.overlaps)
+        ]
+        self.own = frozenset(self.partitions.own(rank))
+        self.slices = self.partitions.slice_elements(rank)
+        self.padding = size - sum(self.slices)
+        owned = sum([slot.n_elements for slot in self.own])
+        self.grads_in_partition = buffer_of("grads_in_partition", (owned,), dtype, "grads")
+        self.averaged = buffer_of("averaged_gradients", (size,), dtype, "grads")
+        self.zeros = buffer_of("padding of averaged_gradients", (self.padding,), dtype, "grads")
+        self.bucket: list[Slot] = []
+        self.left: list[Slot] = []
+        self.has_partition = self.ready_for_gradients = False
+
+    @property
+    def states(self) -> tuple[Buffer, ...]:
+        return self.flat, self.master, *self.made_in_step
+
+    @property
+    def grads(self) -> Alive:
+        return Counter([self.averaged])
+
+    @property
+    def on_own_stream(self) -> list[Buffer]:
+        return [self.grads_in_partition, *self.flattened] if self.overlaps else []
+
+    def setup(self) -> Iterator[Event]:
+        """The flat copy of the weights, the master partition, and zeros for a moment.
+
+        Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.initialize_optimizer_states`.
+        """
+        padding = self.partitions.n_elements - self.slots[-1].end
+        pad = buffer_of("alignment", (padding,), self.stage.dtype)
+        part = buffer_of("partition", (self.partitions.size,), self.stage.dtype)
+        zeros = buffer_of("single_grad_partition", (self.partitions.size,), FP32)
+        yield from allocs(*[pad] * (padding > 0), self.flat)
+        yield from frees(*[pad] * (padding > 0))
+        yield from frees(*[self.stage.weights[slot.parameter] for slot in self.slots])
+        yield from (*allocs(part, self.master), *frees(part), *allocs(zeros), *frees(zeros))
+
+    # --- Backward ---
+
+    def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
+        """Plays `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.process_gradients`."""
+        if not self.ready_for_gradients:  # setup_buckets
+            self.ready_for_gradients = True
+            yield from allocs(*self.ipg_buffers)
+        accumulated = older and not self.partition_gradients
+        if self.partition_gradients or (self.overlaps and boundary):
+            yield from frees(*[self.grad(slot)] * accumulated)
+            yield from self.reduce_independent_p_g_buckets_and_remove_grads(slot)
+        elif accumulated:
+            yield from frees(self.grad(slot))
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, slot: Slot) -> Iterator[Event]:
+        """Copies a gradient into the bucket and frees it; a full bucket is reduced first."""
+        if sum([one.n_elements for one in self.bucket]) + slot.n_elements > self.bucket_size:
+            yield from self.reduce_ipg_grads()
+        self.bucket.append(slot)
+        if not self._is_large(slot):
+            yield from frees(self.grad(slot))
+
+    def _is_large(self, slot: Slot) -> bool:
+        """Whether a gradient is larger than a bucket (`extra_large_param_to_reduce`): it is not copied."""
+        return slot.n_elements > self.bucket_size
+
+    def reduce_ipg_grads(self) -> Iterator[Event]:
+        """Reduces the bucket; what is in the rank's partition is copied out of it.
+
+        Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.copy_grads_in_partition`.
+        """
+        ranges = self.partitions.ranges(self.bucket)
+        yield from self.reduced(ranges, self.bucket_size, self.overlap)
+        for slot in self.bucket:
+            if slot in self.own and not self.has_partition:
+                self.has_partition = True
+                yield from allocs(self.grads_in_partition)
+            if self._is_large(slot) and (slot in self.own or self.partition_gradients):
+                yield from frees(self.grad(slot))
+            elif self._is_large(slot):
+                self.left.append(slot)
+        self.bucket = []
+
+    def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
+        """Plays `deepspeed.runtime.engine:DeepSpeedEngine.allreduce_gradients`."""
+        if not (self.partition_gradients or boundary):
+            return
+        if not (self.partition_gradients or self.overlaps):  # reduce_gradients
+            for slot in self.slots:
+                yield from self.reduce_independent_p_g_buckets_and_remove_grads(slot)
+        yield from self.independent_gradient_partition_epilogue(older=older, boundary=boundary)
+
+    def independent_gradient_partition_epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
+        """Reduces the rest; a partition's gradients are added to an earlier micro-batch's.
+
+        Source:
+        `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue`.
+        """
+        yield from self.reduce_ipg_grads()
+        yield from allocs(*[self.zeros] * (boundary and self.padding > 0))
+        yield from frees(*self.ipg_buffers)
+        yield from frees(*[self.grad(slot) for slot in self.left])
+        self.left, self.ready_for_gradients = [], False
+        if self.has_partition and older and self.partition_gradients:
+            yield from frees(self.grads_in_partition)
+        self.has_partition = False
+
+    # --- Step ---
+
+    def step(self) -> Stretch:
+        """Plays `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step`."""
+        size = self.partitions.size
+        flat = buffer_of("flat_grad_partition", (size,), self.stage.dtype)
+        single = buffer_of("single_grad_partition", (size,), FP32)
+        n_tensors = len(self.slices) + (self.padding > 0)
+        grads = [self.grads_in_partition] * bool(self.own) + [self.zeros] * (self.padding > 0)
+        flattening = [flat] if n_tensors > 1 else []
+        before = (
+            *allocs(GLOBAL_NORM), *frees(GLOBAL_NORM),
+            *allocs(*flattening, single), *frees(*flattening, *grads),
+        )  # fmt: skip
+        gathered = Collective(
+            kind="all_gather", axis="dp", what="gather updated weights", payload_bytes=self.flat.n_bytes
+        )
+        return stepped(
+            events("norm of gradients", self._norm()),
+            events("gradients in float32", before),
+            after=(*frees(single), gathered),
+        )
+
+    def _norm(self) -> Iterator[Event]:
+        """The overflow flag, and the norm of each slice of a gradient, in float64.
+
+        Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.has_overflow`,
+        `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_grad_norm_direct`.
+        """
+        yield Collective(kind="all_reduce", axis="dp", what="overflow flag", payload_bytes=UINT8.itemsize)
+        norms = []
+        for n_elements in self.slices:
+            wide = buffer_of("gradient in float64", (n_elements,), FP64)
+            norms.append(buffer_of("norm of a gradient", (), FP64))
+            scratch = [] if self.stage.device.on_cpu else norm_scratch(self.stage, n_elements)
+            yield from (*allocs(wide, norms[-1], *scratch), *frees(*scratch, wide))
+        yield Collective(kind="all_reduce", axis="dp", what="norm of gradients", payload_bytes=NORM_ITEM)
+        yield from frees(*norms)
+
+
+def norm_scratch(stage: DeepSpeedStage, n_elements: int) -> list[Buffer]:
+    """The scratch of the norm of a tensor in float64: partial sums of 8 bytes, and a counter.
+
+    Tensors of 2 GiB or more are halved for 32-bit indices.
+
+    Source: aten/src/ATen/native/cuda/Reduce.cuh (`gpu_reduce_kernel`: `with_32bit_indexing`).
+    """
+    while n_elements * FP64.itemsize > INDEXED_BYTES:
+        n_elements -= n_elements // 2
+    found = reduction_scratch(stage.device, 1, n_elements, along_rows=False)
+    if found is None:
+        return []
+    sums = buffer_of("partial sums", (found.sums_bytes // FP32.itemsize,), FP64)
+    return [sums, buffer_of("counter", (found.counters_bytes,), UINT8)]

@@ -1,0 +1,92 @@
+"""The interface of an optimizer: its states, its hook of a gradient, its part of backward, its step."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from memplan.engines.deepspeed.flat import Slot, calls_of
+from memplan.engines.deepspeed.stage import DeepSpeedStage
+from memplan.memory import Alive
+from memplan.record import Collective, Event, Overlap, Stretch, allocs, chain, events, frees
+from memplan.shapes import FP32, Buffer, DType, buffer_of
+
+UPDATE_NAME: Final = "optimizer step"
+"""The stretch before which the first step makes FusedAdam's moments."""
+
+
+class Optimizer(ABC):
+    """An optimizer around FusedAdam, on one rank; a backward pass calls `hook` for each gradient.
+
+    `kept`: what a step frees and makes anew. `made_in_step`: the moments, if the first step makes them.
+    """
+
+    kept: Sequence[Buffer] = ()
+    made_in_step: Sequence[Buffer] = ()
+    scales_loss: bool
+    """Whether it multiplies the loss by a scale, which is 1 in bfloat16."""
+
+    def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot]) -> None:
+        self.stage, self.slots = stage, slots
+        self.grad_of = stage.trace.gradients()
+        self.flattened: list[Buffer] = []
+
+    @property
+    @abstractmethod
+    def states(self) -> Sequence[Buffer]:
+        """The flat tensors that are alive between steps."""
+
+    @property
+    @abstractmethod
+    def grads(self) -> Alive:
+        """The gradients that its step reads."""
+
+    @property
+    def on_own_stream(self) -> Sequence[Buffer]:
+        """The buffers that are allocated on a stream of reductions."""
+        return ()
+
+    @abstractmethod
+    def setup(self) -> Iterator[Event]:
+        """What `deepspeed.initialize` allocates and frees, the module's weights being there."""
+
+    @abstractmethod
+    def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
+        """What happens once a gradient is there; `older`: it was added to one of an earlier micro-batch."""
+
+    @abstractmethod
+    def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
+        """What happens when a backward pass is over, at an accumulation boundary or not."""
+
+    @abstractmethod
+    def step(self) -> Stretch:
+        """The update."""
+
+    def grad(self, slot: Slot) -> Buffer:
+        """A parameter's gradient, as autograd has made it."""
+        return self.grad_of[slot.parameter]
+
+    def reduced(self, sizes: Iterable[int], most: int, overlap: Overlap = "nothing") -> Iterator[Event]:
+        """The all-reduces of gradients that are flattened first; a single tensor is not copied.
+
+        Source: torch/csrc/utils/tensor_flatten.h (`flatten_dense_tensors`).
+        """
+        for call in calls_of(sizes, most):
+            flat = buffer_of("gradients to reduce", (sum(call),), self.stage.dtype)
+            copies = [flat] if len(call) > 1 else []
+            self.flattened += copies
+            yield from allocs(*copies)
+            yield Collective(
+                kind="all_reduce", axis="dp", what="reduce gradients",
+                payload_bytes=flat.n_bytes, overlap=overlap,
+            )  # fmt: skip
+            yield from frees(*copies)
+
+
+def flat_buffer(name: str, n_elements: int, dtype: DType = FP32, *, weights: bool = False) -> Buffer:
+    """A flat tensor between steps: of weights, or of optimizer state."""
+    return buffer_of(name, (n_elements,), dtype, "weights" if weights else "optimizer")
+
+
+def stepped(*before: Stretch, after: Iterable[Event] = ()) -> Stretch:
+    """A step: what comes before FusedAdam's kernel, the kernel, which works in place, and what follows."""
+    return chain("update", *before, events(UPDATE_NAME, after))
