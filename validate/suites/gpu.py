@@ -300,10 +300,10 @@ DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tu
         (WIDE, {"dp": 256, "zero": 1, **FULL}, (255,)),
         (WIDE, {"dp": 256, "zero": 2, **FULL, "precision": "fp16-mixed"}, (100,)),
         (LARGE, {"dp": 64, "zero": 1, **FULL}, (0,)),
-        (LARGE, {"dp": 64, "zero": 2, **FULL}, (63,)),
-        (LARGE, {"dp": 256, "zero": 2, **FULL, "overlap_comm": True}, (0,)),
+        (replace(LARGE, n_layers=18), {"dp": 64, "zero": 2, **FULL}, (63,)),
+        (replace(LARGE, n_layers=18), {"dp": 256, "zero": 2, **FULL, "overlap_comm": True}, (0,)),
         (LARGE, {"dp": 256, "zero": 1, **FULL, "clip_grad_norm": 1.0, "global_batch": 512}, (128,)),
-        (GPT3, {"dp": 64, "zero": 2, **FULL}, (0,)),
+        (replace(GPT3, n_layers=8), {"dp": 64, "zero": 2, **FULL}, (0,)),
         (GPT3, {"dp": 256, "zero": 1, **FULL}, (255,)),
         (runnable("gpt2-xl"), {"dp": 8, "zero": 0, "seq_len": 1024, **FULL}, (0,)),
         (runnable("gpt2-xl"), {"dp": 8, "zero": 1, "seq_len": 1024, **FULL}, (0,)),
@@ -311,7 +311,7 @@ DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tu
         (runnable("gpt2-xl"), {"dp": 64, "zero": 2, "seq_len": 1024, "precision": "fp16-mixed"}, (1,)),
     )
 )
-"""One rank of 7 to 256 under DeepSpeed's ZeRO-0 to 2."""
+"""One rank of 7 to 256 under DeepSpeed's ZeRO-0 to 2; `initialize` holds all weights twice."""
 
 
 def gpu_deepspeed(gpus: Gpus | None) -> tuple[Case, ...]:

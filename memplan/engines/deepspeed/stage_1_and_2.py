@@ -18,6 +18,7 @@ from memplan.shapes import FP32, FP64, UINT8, Buffer, buffer_of
 INDEXED_BYTES: Final = 2**31 - 1
 
 GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP32)
+"""The unscaled norm; the engine keeps the last step's until this step is over."""
 
 
 @final
@@ -164,17 +165,15 @@ class DeepSpeedZeroOptimizer(Optimizer):
         n_tensors = len(self.slices) + (self.padding > 0)
         grads = [self.grads_in_partition] * bool(self.own) + [self.zeros] * (self.padding > 0)
         flattening = [flat] if n_tensors > 1 else []
-        before = (
-            *allocs(GLOBAL_NORM), *frees(GLOBAL_NORM),
-            *allocs(*flattening, single), *frees(*flattening, *grads),
-        )  # fmt: skip
+        scaled = buffer_of("scaled_global_grad_norm", (), FP32)
+        before = *allocs(scaled, GLOBAL_NORM, *flattening, single), *frees(*flattening, *grads)
         gathered = Collective(
             kind="all_gather", axis="dp", what="gather updated weights", payload_bytes=self.flat.n_bytes
         )
         return stepped(
             events("norm of gradients", self._norm()),
             events("gradients in float32", before),
-            after=(*frees(single), gathered),
+            after=(*frees(single), gathered, *frees(scaled, GLOBAL_NORM)),
         )
 
     def _norm(self) -> Iterator[Event]:
