@@ -192,16 +192,6 @@ ROWS: Final = (
         },
     ),
     NotModelled(
-        "DeepSpeed",
-        "divides gradients and optimizer state as flat buffers, with buckets and gathers of its own",
-        "use engine='torch' with the same zero, which divides the same states in PyTorch's formats and "
-        "buffers",
-        keywords="deepspeed",
-        values={
-            "engine": "deepspeed deepspeed-zero zero-infinity",
-        },
-    ),
-    NotModelled(
         "Megatron-LM",
         "has kernels, gradient buffers and a distributed optimizer of its own",
         "use engine='torch' with the same tp, pp and zero=1, which divides weights equally, in other buffers",

@@ -113,7 +113,7 @@ METAVARS: Final[dict[type[Field], str]] = {
 
 GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "Model and cluster": (
-        *("torchtitan", "accelerate", "blocks", "implementation"),
+        *("torchtitan", "accelerate", "deepspeed", "blocks", "implementation"),
         "cache",
         "cluster",
         "most_gpus",

@@ -7,10 +7,12 @@ import click
 from click.core import ParameterSource
 
 from memplan.cli.program import Refused
+from memplan.engines.options import option_fields
+from memplan.hardware import resolve_cluster
 from memplan.launchers import read
 from memplan.models import resolve
 
-LAUNCHERS: Final = ("torchtitan", "accelerate")
+LAUNCHERS: Final = ("torchtitan", "accelerate", "deepspeed")
 """The launchers whose files are read."""
 
 
@@ -46,7 +48,19 @@ def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str, dict[str, 
         for note in found.notes:
             click.echo(f"Note: {note}", err=True)
         given = {key for key in asked if context.get_parameter_source(key) is ParameterSource.COMMANDLINE}
-        asked |= {key: value for key, value in found.keywords.items() if key not in {*given, "model"}}
+        said = found.on_ranks(_n_replicas(asked))
+        if said.get("engine", asked["engine"]) != asked["engine"] and "engine" not in given:
+            others = set(option_fields(asked["engine"])) - given  # the defaults of another engine
+            asked = {key: value for key, value in asked.items() if key not in others}
+        asked |= {key: value for key, value in said.items() if key not in {*given, "model"}}
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.", context)
     return model, asked
+
+
+def _n_replicas(asked: dict[str, Any]) -> int:
+    """The replicas that the flags ask for: `--dp`, or what the cluster has left."""
+    if asked.get("dp") is not None:
+        return int(asked["dp"])
+    where = resolve_cluster(asked.get("cluster"))
+    return 1 if where is None else where.n_gpus
