@@ -76,7 +76,7 @@ class DeepSpeedLauncher(Launcher):
             half: {"enabled": True},
             "gradient_clipping": plan.clip_grad_norm or 0.0,
             "zero_optimization": zero,
-            "optimizer": {"type": optimizer, "params": {}},
+            "optimizer": {"type": optimizer, "params": {"adam_w_mode": plan.optimizer == "adamw"}},
         }
         return json.dumps(values, indent=2) + "\n"
 

@@ -31,9 +31,16 @@ class DeepSpeed(Engine):
         return "nogpu" if (device.capability, device.multiprocessors) in chips else "unconfirmed"
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
+        """The record of the fullest of three ranks.
+
+        The first one keeps the gradients whose reduction begins the epilogue of ZeRO-1; one keeps most
+        gradients of whole parameters; the last one pads its partition.
+        """
         stage = DeepSpeedStage(model, plan, device, None)
         fullest = Partitions(slots_of(stage.trained), plan.dp).fullest_rank() if plan.zero else 0
-        yield DeepSpeedEngine(stage, Rank(dp=fullest)).record()
+        ranks = dict.fromkeys((0, fullest, plan.dp - 1) if plan.zero else (0,))
+        played = [DeepSpeedEngine(stage, Rank(dp=rank)).record() for rank in ranks]
+        yield max(played, key=lambda record: record.peak_bytes)
 
     def play_rank(
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None
