@@ -98,6 +98,7 @@ class OpContext:
     "block" or "block+ends", whose arguments are cast to the type of the weights. `loss_chunks`: pieces of the
     sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
     `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
+    `hooks_modules`: modules have hooks, and linears are ZeRO-3's.
     """
 
     device: Device = H100
@@ -115,6 +116,7 @@ class OpContext:
     loss_chunks: int = 1
     torch_release: Release = (2, 13)
     keeps_wide_grads: bool = False
+    hooks_modules: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -305,13 +305,32 @@ DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tu
         (LARGE, {"dp": 256, "zero": 1, **FULL, "clip_grad_norm": 1.0, "global_batch": 512}, (128,)),
         (replace(GPT3, n_layers=8), {"dp": 64, "zero": 2, **FULL}, (0,)),
         (GPT3, {"dp": 256, "zero": 1, **FULL}, (255,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL}, (0, 7)),
+        (WIDE, {"dp": 8, "zero": 3}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "overlap_comm": False}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "global_batch": 24}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "clip_grad_norm": 1.0, "micro_batch": 2}, (3,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "precision": "fp16-mixed"}, (0,)),
+        (WIDE, {"dp": 7, "zero": 3, **FULL}, (6,)),
+        (WIDE, {"dp": 64, "zero": 3, **FULL}, (0, 63)),
+        (WIDE, {"dp": 256, "zero": 3, "recompute": "full", "recompute_blocks": 16}, (100,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "stage3_prefetch_bucket_size": 200_000_000}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "stage3_prefetch_bucket_size": 0}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "stage3_max_reuse_distance": 0}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "stage3_param_persistence_threshold": 5_000_000}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "stage3_max_live_parameters": 100_000_000}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "sub_group_size": 100_000_000}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "reduce_bucket_size": 50_000_000}, (0,)),
+        (LARGE, {"dp": 64, "zero": 3, **FULL}, (0,)),
+        (LARGE, {"dp": 256, "zero": 3, **FULL, "global_batch": 512}, (255,)),
+        (GPT3, {"dp": 256, "zero": 3, **FULL}, (17,)),
         (runnable("gpt2-xl"), {"dp": 8, "zero": 0, "seq_len": 1024, **FULL}, (0,)),
         (runnable("gpt2-xl"), {"dp": 8, "zero": 1, "seq_len": 1024, **FULL}, (0,)),
         (runnable("gpt2-xl"), {"dp": 8, "zero": 2, "seq_len": 1024, "micro_batch": 2}, (7,)),
         (runnable("gpt2-xl"), {"dp": 64, "zero": 2, "seq_len": 1024, "precision": "fp16-mixed"}, (1,)),
     )
 )
-"""One rank of 7 to 256 under DeepSpeed's ZeRO-0 to 2; `initialize` holds all weights twice."""
+"""One rank of 7 to 256 under DeepSpeed's ZeRO-0 to 3; `initialize` holds all weights twice."""
 
 
 def gpu_deepspeed(gpus: Gpus | None) -> tuple[Case, ...]:

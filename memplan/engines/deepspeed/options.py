@@ -19,11 +19,36 @@ class DeepSpeedOptions:
     Source: `deepspeed.runtime.zero.config:DeepSpeedZeroConfig`.
     """
 
-    overlap_comm: bool = described(
-        False, Flag("ZeRO-1 and 2 reduce gradients on a stream of their own, in two buffers", word="overlap")
+    overlap_comm: bool | None = described(
+        None,
+        Flag(
+            "Reductions and gathers have streams of their own; ZeRO-1 and 2 reduce in two buffers",
+            left_out="yes with zero=3, else no",
+            optional=True,
+            word="overlap",
+        ),
     )
     reduce_bucket_size: int = described(
         500_000_000, Count("Elements of gradients that are reduced at a time", word="reduce-bucket")
+    )
+    stage3_prefetch_bucket_size: int = described(
+        50_000_000, Count("ZeRO-3: elements of weights that are gathered ahead", least=0, word="prefetch")
+    )
+    stage3_param_persistence_threshold: int = described(
+        100_000, Count("ZeRO-3: weights of at most so many elements stay gathered", least=0, word="persist")
+    )
+    stage3_max_live_parameters: int = described(
+        1_000_000_000,
+        Count("ZeRO-3: elements of gathered weights beyond which none are prefetched", word="live"),
+    )
+    stage3_max_reuse_distance: int = described(
+        1_000_000_000,
+        Count(
+            "ZeRO-3: weights that are used again within so many elements stay gathered", least=0, word="reuse"
+        ),
+    )
+    sub_group_size: int = described(
+        1_000_000_000, Count("ZeRO-3: elements of a partition that are updated at a time", word="sub-group")
     )
     alloc_conf: str = described(
         "",
@@ -36,6 +61,21 @@ class DeepSpeedOptions:
     )
 
 
+OF_STAGE_3: Final = tuple(
+    one for one in DeepSpeedOptions.__dataclass_fields__ if one.startswith(("stage3_", "sub_group"))
+)
+"""The options of ZeRO-3 alone."""
+
+
 def deepspeed_options(plan: Plan) -> DeepSpeedOptions:
     """The options of a plan of the DeepSpeed engine."""
     return plan.options or DeepSpeedOptions()
+
+
+def overlaps(plan: Plan) -> bool:
+    """Whether reductions have a stream of their own.
+
+    Source: `deepspeed.runtime.zero.config:DeepSpeedZeroConfig.overlap_comm_valid`.
+    """
+    asked = deepspeed_options(plan).overlap_comm
+    return plan.zero == 3 if asked is None else asked

@@ -15,7 +15,6 @@ PRECISIONS: Final = ("bf16-mixed", "fp16-mixed")
 def _check_modelled(model: Model, plan: Plan) -> None:
     """Raise for what has no rule yet, with DeepSpeed's name of it."""
     options: tuple[tuple[bool, str, str], ...] = (
-        (plan.zero == 3, "zero=3 (zero_optimization.stage=3)", "zero=0, 1 or 2"),
         (plan.offload, "offload=True (zero_optimization.offload_optimizer)", "offload=False"),
         (
             plan.precision not in PRECISIONS,

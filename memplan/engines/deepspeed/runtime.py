@@ -4,20 +4,33 @@ Source: `deepspeed.runtime.engine:DeepSpeedEngine`.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 from memplan.engines.base import RankRecord
-from memplan.engines.deepspeed.flat import Slot, slots_of
+from memplan.engines.deepspeed.coordinator import PartitionedParameterCoordinator
+from memplan.engines.deepspeed.flat import slots_of
 from memplan.engines.deepspeed.fp16_optimizer import FP16Optimizer
+from memplan.engines.deepspeed.modules import ModuleHooks, Part, recorded_order
 from memplan.engines.deepspeed.stage import OVERFLOW_BUFFER, DeepSpeedStage
+from memplan.engines.deepspeed.stage3 import Stage3Optimizer
 from memplan.engines.deepspeed.stage_1_and_2 import DeepSpeedZeroOptimizer
 from memplan.engines.deepspeed.zero_optimizer import UPDATE_NAME, Optimizer
-from memplan.engines.trace import Segment
 from memplan.plan import Rank
-from memplan.record import AccumulateGrad, Event, Stretch, allocs, chain, events, frees, passed, repeated
+from memplan.record import (
+    AccumulateGrad,
+    Event,
+    Stretch,
+    UnitHook,
+    allocs,
+    chain,
+    events,
+    frees,
+    passed,
+    repeated,
+)
 from memplan.replay import AllocatorProgram
-from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
+from memplan.shapes import FP32, INT64, buffer_of
 
 LOSS, SCALED = (buffer_of(name, (), FP32) for name in ("loss before the division", "loss times the scale"))
 
@@ -31,55 +44,88 @@ class DeepSpeedEngine:
     def __init__(self, stage: DeepSpeedStage, rank: Rank) -> None:
         self.stage, self.rank, self.trace = stage, rank, stage.trace
         slots = slots_of(stage.trained)
-        self.optimizer: Optimizer = (
-            DeepSpeedZeroOptimizer(stage, slots, rank.dp) if stage.plan.zero else FP16Optimizer(stage, slots)
-        )
         left = iter(slots)
         parts = [stage.trace.embed_parameters]
         parts += [own for own, n, _ in stage.block_parameters for _ in range(n)]
         parts.append(stage.trace.head_parameters)
         trained = [[one for one in part if one.requires_grad] for part in parts]
-        embed, *blocks, head = [{one: next(left) for one in part} for part in trained]
-        self.places = blocks
+        embed, *self.places, head = [{one: next(left) for one in part} for part in trained]
         self.ends = embed | head
+        self.hooks: ModuleHooks | None = None
+        self.optimizer: Optimizer
+        match stage.plan.zero:
+            case 0:
+                self.optimizer = FP16Optimizer(stage, slots)
+            case 3:
+                order = recorded_order([*self._forward_parts(), *self._backward_parts()])
+                coordinator = PartitionedParameterCoordinator(
+                    stage.options, stage.plan.dp, stage.dtype, order
+                )
+                self.hooks = ModuleHooks(coordinator)
+                self.optimizer = Stage3Optimizer(stage, slots, coordinator)
+            case _:
+                self.optimizer = DeepSpeedZeroOptimizer(stage, slots, rank.dp)
 
     # --- Passes ---
 
+    def _forward_parts(self) -> Iterator[Part]:
+        """The parts of a forward pass in order."""
+        trace, i = self.trace, 0
+        yield Part("forward: casts of inputs", trace.cast_inputs, self.ends)
+        yield Part("forward: embedding", trace.embed, self.ends)
+        for segment, n in self.stage.forward_order:
+            for _ in range(n):
+                yield Part("forward: block", segment, self.places[i], i)
+                i += 1
+        yield Part("forward: head", trace.head, self.ends)
+        yield Part("loss", trace.loss, self.ends)
+
+    def _backward_parts(self) -> Iterator[Part]:
+        """The parts of a backward pass in order."""
+        kinds = [block for block, n in self.stage.blocks for _ in range(n)]
+        yield Part("backward: head", self.trace.head_backward, self.ends)
+        for i in reversed(range(len(kinds))):
+            segment = kinds[i].backward if i else kinds[i].entry_backward
+            yield Part("backward: block", segment, self.places[i], i)
+        yield Part("backward: embedding", self.trace.embed_backward, self.ends)
+
     def forward(self) -> Stretch:
         """The forward pass and the loss."""
-        trace = self.trace
-        blocks = [repeated(part.stretch("forward: block"), n) for part, n in self.stage.forward_order]
-        ends = trace.head.stretch("forward: head"), trace.loss.stretch("loss")
-        first = (
-            trace.cast_inputs.stretch("forward: casts of inputs"),
-            trace.embed.stretch("forward: embedding"),
-        )
-        return passed(0, "forward", *first, *blocks, *ends)
+        if self.hooks is not None:
+            self.hooks.start_of_forward()
+        return passed(0, "forward", *[self._forward(part) for part in self._forward_parts()])
+
+    def _forward(self, part: Part) -> Stretch:
+        if self.hooks is None:
+            return part.segment.stretch(part.name)
+        return events(part.name, self._hooked(part))
 
     def backward(self, *, older: bool, boundary: bool) -> Stretch:
         """The backward pass: hooks reduce gradients as they come, or the epilogue does."""
-        trace, optimizer, stage = self.trace, self.optimizer, self.stage
-        held = [LOSS, *[SCALED] * (optimizer.scales_loss and not stage.op_context.scales_loss)]
-        hooked = partial(self._hooked, older=older, boundary=boundary)
-        parts = [events("backward: loss", allocs(*held))]
-        parts.append(events("backward: head", hooked(trace.head_backward, self.ends)))
-        kinds = [block for block, n in stage.blocks for _ in range(n)]
-        for i in reversed(range(len(kinds))):
-            segment = kinds[i].backward if i else kinds[i].entry_backward
-            parts.append(events("backward: block", hooked(segment, self.places[i])))
-        parts.append(events("backward: embedding", hooked(trace.embed_backward, self.ends)))
-        start, end = trace.end_of_backward.events[:1], trace.end_of_backward.events[1:]
-        reduced = optimizer.epilogue(older=older, boundary=boundary)
-        parts.append(events("backward: epilogue", (*start, *reduced, *end, *frees(*reversed(held)))))
-        return passed(0, "backward", *parts)
+        optimizer, end = self.optimizer, self.trace.end_of_backward.events
+        held = [LOSS, *[SCALED] * (optimizer.scales_loss and not self.stage.op_context.scales_loss)]
+        played = [
+            events(part.name, self._hooked(part, older=older, boundary=boundary))
+            for part in self._backward_parts()
+        ]
+        epilogue = (
+            *end[:1],
+            *optimizer.epilogue(older=older, boundary=boundary),
+            *([] if self.hooks is None else self.hooks.coordinator.release_leftovers()),
+            *end[1:],
+            *frees(*reversed(held)),
+        )
+        loss = events("backward: loss", allocs(*held))
+        return passed(0, "backward", loss, *played, events("backward: epilogue", epilogue))
 
-    def _hooked(
-        self, segment: Segment, places: Mapping[Parameter, Slot], *, older: bool, boundary: bool
-    ) -> Iterator[Event]:
-        for event in segment.events:
+    def _hooked(self, part: Part, *, older: bool = False, boundary: bool = False) -> Iterator[Event]:
+        """A part's events with those of the hooks of its modules and of its gradients."""
+        for event in part.segment.events:
             yield event
-            if isinstance(event, AccumulateGrad):
-                slot = places[event.parameter]
+            if isinstance(event, UnitHook) and self.hooks is not None:
+                yield from self.hooks(part, event)
+            elif isinstance(event, AccumulateGrad):
+                slot = part.slots[event.parameter]
                 yield from self.optimizer.hook(slot, older=older, boundary=boundary)
 
     def micro_batches(self) -> Iterator[Stretch]:
@@ -120,7 +166,7 @@ class DeepSpeedEngine:
             update_name=UPDATE_NAME,
             beside=self.stage.workspaces,
             handed_on=frozenset([self.trace.boundary]),
-            streams=dict(self._streams()),
+            streams=dict(self.optimizer.on_own_stream),
         )
 
     def _setup(self) -> Iterator[Event]:
@@ -133,7 +179,3 @@ class DeepSpeedEngine:
         drawn = buffer_of("tokens and targets", (batch, plan.seq_len + 1), INT64)
         both = [] if stage.is_traced or stage.model.computes_loss else [drawn]
         yield from (*allocs(*both, *stage.inputs), *frees(*both))
-
-    def _streams(self) -> Iterator[tuple[Buffer, str]]:
-        """The buffers on the stream of reductions, if there is one."""
-        return ((one, "reduction") for one in self.optimizer.on_own_stream)

@@ -44,6 +44,7 @@ class DeepSpeedStage(ModelStage):
             seq_len=plan.seq_len,
             loss_chunks=plan.loss_chunks,
             torch_release=TORCH_RELEASE,
+            hooks_modules=plan.zero == 3,
         )
 
     @cached_property

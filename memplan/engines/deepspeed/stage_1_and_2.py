@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Final, final
 
 from memplan.engines.deepspeed.flat import Partitions, Slot
+from memplan.engines.deepspeed.options import overlaps
 from memplan.engines.deepspeed.stage import NORM_ITEM, DeepSpeedStage
-from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, stepped
-from memplan.kernels import reduction_scratch
+from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, norm_scratch, stepped
 from memplan.memory import Alive
 from memplan.record import Collective, Event, Overlap, Stretch, allocs, events, frees
 from memplan.shapes import FP32, FP64, UINT8, Buffer, buffer_of
-
-INDEXED_BYTES: Final = 2**31 - 1
 
 GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP32)
 """The unscaled norm; the engine keeps the last step's until this step is over."""
@@ -41,7 +39,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
         super().__init__(stage, slots)
         options, plan, dtype = stage.options, stage.plan, stage.dtype
         self.partitions = Partitions(slots, plan.dp)
-        self.partition_gradients, self.overlaps = plan.zero == 2, options.overlap_comm
+        self.partition_gradients, self.overlaps = plan.zero == 2, overlaps(plan)
         self.bucket_size = options.reduce_bucket_size
         self.overlap: Overlap = "backward" if self.overlaps else "nothing"
         size = self.partitions.size
@@ -71,8 +69,9 @@ class DeepSpeedZeroOptimizer(Optimizer):
         return Counter([self.averaged])
 
     @property
-    def on_own_stream(self) -> list[Buffer]:
-        return [self.grads_in_partition, *self.flattened] if self.overlaps else []
+    def on_own_stream(self) -> list[tuple[Buffer, str]]:
+        held = [self.grads_in_partition, *self.flattened] if self.overlaps else []
+        return [(one, "reduction") for one in held]
 
     def setup(self) -> Iterator[Event]:
         """The flat copy of the weights, the master partition, and zeros for a moment.
@@ -187,23 +186,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
         for n_elements in self.slices:
             wide = buffer_of("gradient in float64", (n_elements,), FP64)
             norms.append(buffer_of("norm of a gradient", (), FP64))
-            scratch = [] if self.stage.device.on_cpu else norm_scratch(self.stage, n_elements)
+            scratch = norm_scratch(self.stage, n_elements)
             yield from (*allocs(wide, norms[-1], *scratch), *frees(*scratch, wide))
         yield Collective(kind="all_reduce", axis="dp", what="norm of gradients", payload_bytes=NORM_ITEM)
         yield from frees(*norms)
-
-
-def norm_scratch(stage: DeepSpeedStage, n_elements: int) -> list[Buffer]:
-    """The scratch of the norm of a tensor in float64: partial sums of 8 bytes, and a counter.
-
-    Tensors of 2 GiB or more are halved for 32-bit indices.
-
-    Source: aten/src/ATen/native/cuda/Reduce.cuh (`gpu_reduce_kernel`: `with_32bit_indexing`).
-    """
-    while n_elements * FP64.itemsize > INDEXED_BYTES:
-        n_elements -= n_elements // 2
-    found = reduction_scratch(stage.device, 1, n_elements, along_rows=False)
-    if found is None:
-        return []
-    sums = buffer_of("partial sums", (found.sums_bytes // FP32.itemsize,), FP64)
-    return [sums, buffer_of("counter", (found.counters_bytes,), UINT8)]

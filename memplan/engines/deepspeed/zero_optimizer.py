@@ -6,9 +6,13 @@ from typing import Final
 
 from memplan.engines.deepspeed.flat import Slot, calls_of
 from memplan.engines.deepspeed.stage import DeepSpeedStage
+from memplan.kernels import reduction_scratch
 from memplan.memory import Alive
 from memplan.record import Collective, Event, Overlap, Stretch, allocs, chain, events, frees
-from memplan.shapes import FP32, Buffer, DType, buffer_of
+from memplan.shapes import FP32, FP64, UINT8, Buffer, DType, buffer_of
+
+INDEXED_BYTES: Final = 2**31 - 1
+"""A tensor with more bytes is reduced in halves."""
 
 UPDATE_NAME: Final = "optimizer step"
 """The stretch before which the first step makes FusedAdam's moments."""
@@ -41,8 +45,8 @@ class Optimizer(ABC):
         """The gradients that its step reads."""
 
     @property
-    def on_own_stream(self) -> Sequence[Buffer]:
-        """The buffers that are allocated on a stream of reductions."""
+    def on_own_stream(self) -> Sequence[tuple[Buffer, str]]:
+        """The buffers that are allocated on other streams, each with its stream."""
         return ()
 
     @abstractmethod
@@ -90,3 +94,21 @@ def flat_buffer(name: str, n_elements: int, dtype: DType = FP32, *, weights: boo
 def stepped(*before: Stretch, after: Iterable[Event] = ()) -> Stretch:
     """A step: what comes before FusedAdam's kernel, the kernel, which works in place, and what follows."""
     return chain("update", *before, events(UPDATE_NAME, after))
+
+
+def norm_scratch(stage: DeepSpeedStage, n_elements: int) -> list[Buffer]:
+    """The scratch of the norm of a tensor in float64: partial sums of 8 bytes, and a counter.
+
+    Tensors of 2 GiB or more are halved for 32-bit indices.
+
+    Source: aten/src/ATen/native/cuda/Reduce.cuh (`gpu_reduce_kernel`: `with_32bit_indexing`).
+    """
+    if stage.device.on_cpu:
+        return []
+    while n_elements * FP64.itemsize > INDEXED_BYTES:
+        n_elements -= n_elements // 2
+    found = reduction_scratch(stage.device, 1, n_elements, along_rows=False)
+    if found is None:
+        return []
+    sums = buffer_of("partial sums", (found.sums_bytes // FP32.itemsize,), FP64)
+    return [sums, buffer_of("counter", (found.counters_bytes,), UINT8)]

@@ -6,14 +6,14 @@
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from memplan import Plan
-from memplan.engines.deepspeed.options import DEEPSPEED_VERSION, deepspeed_options
+from memplan.engines.deepspeed.options import DEEPSPEED_VERSION, OF_STAGE_3, deepspeed_options
 from memplan.errors import MemplanError, PlanRefused
 from validate.cases import Case
 from validate.standin import materialised
@@ -23,7 +23,15 @@ from validate.systems.torch.modules import Transformer, token_loss
 from validate.systems.torch.parallelize import stage_module
 from validate.systems.torch.passes import batch
 
-SCALE_POWER = 10
+MASTERS: Final = {
+    0: "fp32_groups_flat",
+    1: "single_partition_of_fp32_groups",
+    2: "single_partition_of_fp32_groups",
+    3: "fp32_partitioned_groups_flat",
+}
+"""Where each stage's optimizer has its masters."""
+
+SCALE_POWER: Final = 10
 """Of the first loss scale in float16: DeepSpeed starts at 2^16 and skips steps until nothing overflows."""
 
 
@@ -33,6 +41,8 @@ def configuration(plan: Plan, learning_rate: float) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": plan.zero}
     if plan.zero:
         zero |= {"overlap_comm": options.overlap_comm, "reduce_bucket_size": options.reduce_bucket_size}
+    if plan.zero == 3:
+        zero |= {name: getattr(options, name) for name in OF_STAGE_3}
     half = {"fp16": {"enabled": True, "initial_scale_power": SCALE_POWER}}
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -78,7 +88,13 @@ class DeepSpeedTraining(Training):
 
     def weights(self) -> Sequence[Tensor]:
         optimizer = self._engine.optimizer
-        flat = optimizer.bit16_groups_flat if self._zero else optimizer.fp16_groups_flat
+        match self._zero:
+            case 0:
+                flat = optimizer.fp16_groups_flat
+            case 3:
+                flat = [optimizer.lp_param_buffer]
+            case _:
+                flat = optimizer.bit16_groups_flat
         frozen = [one for one in self._engine.module.parameters() if not one.requires_grad]
         return [*flat, *frozen]
 
@@ -95,7 +111,7 @@ class DeepSpeedTraining(Training):
 
     def optimizer_states(self) -> Sequence[Tensor]:
         optimizer = self._engine.optimizer
-        masters = optimizer.single_partition_of_fp32_groups if self._zero else optimizer.fp32_groups_flat
+        masters = getattr(optimizer, MASTERS[self._zero])
         moments = [one for state in optimizer.optimizer.state.values() for one in state.values()]
         return [*masters, *(one for one in moments if isinstance(one, Tensor))]
 

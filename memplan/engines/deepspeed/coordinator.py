@@ -1,0 +1,167 @@
+"""ZeRO-3's coordinator of partitioned parameters: what is gathered, ahead and in time, and released.
+
+Source: `deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator`.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, final
+
+from memplan.engines.deepspeed.flat import Slot
+from memplan.engines.deepspeed.options import DeepSpeedOptions
+from memplan.record import Collective, Event, allocs, frees
+from memplan.shapes import Buffer, DType, buffer_of
+
+
+class Gathered(NamedTuple):
+    """Parameters that one all-gather brings; several come in a `flat` tensor, out of which each is copied."""
+
+    slots: tuple[Slot, ...]
+    flat: Buffer | None
+
+
+@final
+class PartitionedParameterCoordinator:
+    """Gathers and releases the parameters of modules, in an order that an earlier step has recorded.
+
+    `order`: the parameters of each module (containers have none) in the order of a micro-batch's passes.
+    `whole`, `alone`: what each parameter is gathered into: copied out of a flat tensor, or its own. `flats`:
+    the flat tensors so far. A parameter of at most `param_persistence_threshold` elements stays gathered.
+    """
+
+    def __init__(
+        self, options: DeepSpeedOptions, n_ranks: int, dtype: DType, order: Sequence[Sequence[Slot]]
+    ) -> None:
+        self.options, self.n_ranks, self.dtype = options, n_ranks, dtype
+        self.order = order
+        slots = dict.fromkeys(slot for own in order for slot in own)
+        threshold = options.stage3_param_persistence_threshold
+        self.persistent = [slot for slot in sorted(slots, key=start_of) if slot.n_elements <= threshold]
+        self.whole, self.alone = dict[Slot, Buffer](), dict[Slot, Buffer]()
+        for slot in slots:
+            name, padded = f"{slot.parameter.name} (gathered", self._padded_elements(slot)
+            self.whole[slot] = buffer_of(f"{name})", (slot.n_elements,), dtype)
+            self.alone[slot] = buffer_of(f"{name} alone)", (padded,), dtype)
+        self.flats: list[Buffer] = []
+        self.available = dict[Slot, Buffer]({slot: self.alone[slot] for slot in self.persistent})
+        self.reset_step()
+
+    def _padded_elements(self, slot: Slot) -> int:
+        """The elements of a parameter that all ranks have equal parts of."""
+        return -(-slot.n_elements // self.n_ranks) * self.n_ranks
+
+    def reset_step(self) -> None:
+        """The start of a forward pass of the whole module."""
+        recorded = [(slot, step) for step, own in enumerate(self.order) for slot in sorted(own, key=start_of)]
+        self.queue = deque(recorded)
+        self.fetched_for: dict[Slot, int] = {}
+        self.in_flight: dict[Slot, Gathered] = {}
+        self.copied: set[Gathered] = set()
+        self.active: dict[Slot, set[str]] = {}
+        self.step_id = self.n_available = 0
+
+    def fetch_sub_module(self, own: Collection[Slot], module: str) -> Iterator[Event]:
+        """Gathers a module's parameters, unless that is under way, then the next ones of the record."""
+        yield from self._all_gather([slot for slot in own if not self._is_here(slot)])
+        for slot in own:
+            self.active.setdefault(slot, set()).add(module)
+            if slot in self.in_flight:
+                yield from self._wait(slot)
+        n_expected = len([slot for slot in own if self.fetched_for.get(slot, -1) < self.step_id])
+        found: set[Slot] = set()
+        while self.queue and len(found) < n_expected:
+            slot, self.fetched_for[slot] = self.queue.popleft()
+            found.add(slot)
+        yield from self._prefetch()
+        self.step_id += 1
+
+    def _is_here(self, slot: Slot) -> bool:
+        return slot in self.available or slot in self.in_flight
+
+    def _prefetch(self) -> Iterator[Event]:
+        options, ahead, n_elements = self.options, dict[Slot, None](), 0
+        most = min(options.stage3_max_live_parameters - self.n_available, options.stage3_prefetch_bucket_size)
+        while self.queue and n_elements < most:
+            slot, step = self.queue.popleft()
+            self.fetched_for[slot] = max(self.fetched_for.get(slot, -1), step)
+            if slot not in ahead and not self._is_here(slot):
+                ahead[slot] = None
+                n_elements += slot.n_elements
+        yield from self._all_gather(ahead)
+
+    def _all_gather(self, asked: Iterable[Slot]) -> Iterator[Event]:
+        """One all-gather; of a single parameter into its own tensor.
+
+        Source: `deepspeed.runtime.zero.partition_parameters:Init` (`all_gather_coalesced`).
+        """
+        slots = tuple(sorted(asked, key=start_of))
+        if not slots:
+            return
+        n_elements = sum([self._padded_elements(slot) for slot in slots])
+        several = len(slots) > 1
+        flat = buffer_of("parameters gathered together", (n_elements,), self.dtype)
+        self.flats += [flat] * several
+        self.n_available += sum([slot.n_elements for slot in slots])
+        self.in_flight |= dict.fromkeys(slots, Gathered(slots, flat if several else None))
+        yield from allocs(flat if several else self.alone[slots[0]])
+        yield self.all_gather(flat.n_bytes)
+
+    @staticmethod
+    def all_gather(n_bytes: int) -> Collective:
+        """An all-gather of weights; it overlaps with computation."""
+        return Collective(
+            kind="all_gather", axis="dp", what="gather weights", payload_bytes=n_bytes, overlap="compute"
+        )
+
+    def _wait(self, slot: Slot) -> Iterator[Event]:
+        """Waits for a parameter; the first of several that came together copies all of them.
+
+        Source: `deepspeed.runtime.zero.partition_parameters:AllGatherCoalescedHandle.wait`.
+        """
+        gathered = self.in_flight.pop(slot)
+        if gathered.flat is None:
+            self.available[slot] = self.alone[slot]
+            return
+        if gathered not in self.copied:
+            self.copied.add(gathered)
+            self.available |= {one: self.whole[one] for one in gathered.slots}
+            yield from allocs(*[self.whole[one] for one in gathered.slots])
+        if gathered not in self.in_flight.values():
+            yield from frees(gathered.flat)
+
+    def release_sub_module(self, own: Collection[Slot], module: str) -> Iterator[Event]:
+        """Releases a module's parameters, but for those that another module still uses, or one soon will."""
+        kept = self._kept(own)
+        for slot in own:
+            self.active.get(slot, set()).discard(module)
+            if slot not in kept and not self.active.get(slot):
+                yield from self._release(slot)
+
+    def _kept(self, own: Collection[Slot]) -> set[Slot]:
+        """The parameters that are not released: used again within `stage3_max_reuse_distance` elements."""
+        kept = {slot for slot in own if slot in self.persistent}
+        kept |= {slot for slot in own if self.fetched_for.get(slot, -1) > self.step_id}
+        n_elements, most = 0, self.options.stage3_max_reuse_distance
+        for others in self.order[self.step_id :]:
+            if n_elements >= most:
+                break
+            kept.update(others)
+            n_elements += sum([slot.n_elements for slot in others])
+        return kept
+
+    def _release(self, slot: Slot) -> Iterator[Event]:
+        if slot in self.available and slot not in self.in_flight:
+            self.n_available -= slot.n_elements
+            yield from frees(self.available.pop(slot))
+
+    def release_leftovers(self) -> Iterator[Event]:
+        """Releases what no hook has: of modules whose inputs have no gradient, as embeddings'."""
+        for slot in list(self.available):
+            if slot not in self.persistent:
+                self.active.pop(slot, None)
+                yield from self._release(slot)
+
+
+def start_of(slot: Slot) -> int:
+    """A parameter's place in the module's order."""
+    return slot.start
