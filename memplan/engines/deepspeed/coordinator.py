@@ -26,7 +26,8 @@ class PartitionedParameterCoordinator:
 
     `order`: the parameters of each module (containers have none) in the order of a micro-batch's passes.
     `whole`, `alone`: what each parameter is gathered into: copied out of a flat tensor, or its own. `flats`:
-    the flat tensors so far. A parameter of at most `param_persistence_threshold` elements stays gathered.
+    the flat tensors so far. `persistent`: what an update gathers, and keeps: parameters of at most
+    `stage3_param_persistence_threshold` elements.
     """
 
     def __init__(
@@ -36,15 +37,23 @@ class PartitionedParameterCoordinator:
         self.order = order
         slots = dict.fromkeys(slot for own in order for slot in own)
         threshold = options.stage3_param_persistence_threshold
-        self.persistent = [slot for slot in sorted(slots, key=start_of) if slot.n_elements <= threshold]
         self.whole, self.alone = dict[Slot, Buffer](), dict[Slot, Buffer]()
         for slot in slots:
             name, padded = f"{slot.parameter.name} (gathered", self._padded_elements(slot)
             self.whole[slot] = buffer_of(f"{name})", (slot.n_elements,), dtype)
             self.alone[slot] = buffer_of(f"{name} alone)", (padded,), dtype)
+        small = [slot for slot in sorted(slots, key=start_of) if slot.n_elements <= threshold]
+        self.persistent = {
+            s: buffer_of(f"{s.parameter.name} (persistent)", self.alone[s].shape, dtype) for s in small
+        }
         self.flats: list[Buffer] = []
-        self.available = dict[Slot, Buffer]({slot: self.alone[slot] for slot in self.persistent})
+        self.available = dict(self.persistent)
+        self._is_first = self._records = False
         self.reset_step()
+
+    def start_training(self) -> None:
+        """Nothing is gathered, and the next micro-batch records the order: it gathers nothing ahead."""
+        self.available, self._is_first = {}, True
 
     def _padded_elements(self, slot: Slot) -> int:
         """The elements of a parameter that all ranks have equal parts of."""
@@ -52,6 +61,7 @@ class PartitionedParameterCoordinator:
 
     def reset_step(self) -> None:
         """The start of a forward pass of the whole module."""
+        self._records, self._is_first = self._is_first, False
         recorded = [(slot, step) for step, own in enumerate(self.order) for slot in sorted(own, key=start_of)]
         self.queue = deque(recorded)
         self.fetched_for: dict[Slot, int] = {}
@@ -67,12 +77,11 @@ class PartitionedParameterCoordinator:
             self.active.setdefault(slot, set()).add(module)
             if slot in self.in_flight:
                 yield from self._wait(slot)
-        n_expected = len([slot for slot in own if self.fetched_for.get(slot, -1) < self.step_id])
-        found: set[Slot] = set()
-        while self.queue and len(found) < n_expected:
-            slot, self.fetched_for[slot] = self.queue.popleft()
-            found.add(slot)
-        yield from self._prefetch()
+        if not self._records:
+            n_expected = len([slot for slot in own if self.fetched_for.get(slot, -1) < self.step_id])
+            for _ in range(n_expected):
+                slot, self.fetched_for[slot] = self.queue.popleft()
+            yield from self._prefetch()
         self.step_id += 1
 
     def _is_here(self, slot: Slot) -> bool:
@@ -139,6 +148,8 @@ class PartitionedParameterCoordinator:
 
     def _kept(self, own: Collection[Slot]) -> set[Slot]:
         """The parameters that are not released: used again within `stage3_max_reuse_distance` elements."""
+        if self._records:
+            return set()
         kept = {slot for slot in own if slot in self.persistent}
         kept |= {slot for slot in own if self.fetched_for.get(slot, -1) > self.step_id}
         n_elements, most = 0, self.options.stage3_max_reuse_distance
@@ -160,6 +171,18 @@ class PartitionedParameterCoordinator:
             if slot not in self.persistent:
                 self.active.pop(slot, None)
                 yield from self._release(slot)
+
+    def release_all(self) -> Iterator[Event]:
+        """Releases what is gathered, before an update."""
+        for slot in list(self.available):
+            yield from self._release(slot)
+
+    def gather_persistent(self) -> Iterator[Event]:
+        """Gathers the parameters that stay gathered, one by one, after an update."""
+        self.available |= self.persistent
+        for gathered in self.persistent.values():
+            yield from allocs(gathered)
+            yield self.all_gather(gathered.n_bytes)
 
 
 def start_of(slot: Slot) -> int:

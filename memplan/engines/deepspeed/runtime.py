@@ -129,11 +129,13 @@ class DeepSpeedEngine:
                 yield from self.optimizer.hook(slot, older=older, boundary=boundary)
 
     def micro_batches(self) -> Iterator[Stretch]:
-        """The passes of all micro-batches; those between the second and the last are equal."""
+        """The passes of all micro-batches; those between the third and the last are equal."""
         n = self.stage.plan.n_micro_batches
-        between = n - 2
+        between = n - 3
         if n > 1:
             yield from (self.forward(), self.backward(older=False, boundary=False))
+        if n > 2:
+            yield from (self.forward(), self.backward(older=True, boundary=False))
         if between > 0:
             yield repeated(
                 chain("micro-batch", self.forward(), self.backward(older=True, boundary=False)), between
@@ -156,11 +158,20 @@ class DeepSpeedEngine:
             program=None if stage.device.on_cpu else partial(self._program, step),
         )
 
+    def _first_step(self) -> Stretch | None:
+        """ZeRO-3's first step, whose first micro-batch records the order of modules."""
+        if self.hooks is None:
+            return None
+        self.hooks.coordinator.start_training()
+        return chain("step", *self.micro_batches(), self.optimizer.step())
+
     def _program(self, step: Stretch) -> AllocatorProgram:
         """The rank's allocations and frees from the module's weights on."""
+        first_step = self._first_step()
         return AllocatorProgram(
             setup=tuple(self._setup()),
             step=step,
+            first_step=first_step,
             kept=Counter(self.optimizer.kept),
             states=tuple(self.optimizer.made_in_step),
             update_name=UPDATE_NAME,
@@ -173,7 +184,8 @@ class DeepSpeedEngine:
         """The module's weights and buffers, the optimizer's tensors, the step's tokens."""
         stage, plan = self.stage, self.stage.plan
         for parameters, buffers in stage.modules():
-            yield from allocs(*[stage.weights[one] for one in parameters], *buffers)
+            whole = parameters if self.optimizer.keeps_weights else ()
+            yield from allocs(*[stage.weights[one] for one in whole], *buffers)
         yield from (*allocs(OVERFLOW_BUFFER), *self.optimizer.setup())
         batch = plan.n_micro_batches * plan.micro_batch
         drawn = buffer_of("tokens and targets", (batch, plan.seq_len + 1), INT64)

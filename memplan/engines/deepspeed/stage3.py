@@ -25,6 +25,7 @@ class Stage3Optimizer(Optimizer):
     """Plays `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3` with contiguous gradients."""
 
     scales_loss = True
+    keeps_weights = False
 
     def __init__(
         self, stage: DeepSpeedStage, slots: Sequence[Slot], coordinator: PartitionedParameterCoordinator
@@ -41,7 +42,7 @@ class Stage3Optimizer(Optimizer):
         self.made_in_step = [flat_buffer(name, sum(group)) for group in self.groups for name in names]
         self.ipg_buffer = buffer_of("ipg bucket", (self.bucket_size,), dtype)
         self.partitions = buffer_of("grad_partitions_flat_buffer", (total,), dtype, "grads")
-        self.kept = [GLOBAL_NORM, *[coordinator.alone[slot] for slot in coordinator.persistent]]
+        self.kept = [GLOBAL_NORM, *coordinator.persistent.values()]
         self.bucket: list[Slot] = []
 
     @property
@@ -57,17 +58,17 @@ class Stage3Optimizer(Optimizer):
         if not overlaps(self.stage.plan):
             return []
         held = self.coordinator
-        gathered = [*held.whole.values(), *held.flats]
-        gathered += [one for slot, one in held.alone.items() if slot not in held.persistent]
+        gathered = [*held.whole.values(), *held.alone.values(), *held.flats]
         return [*((one, "all-gather") for one in gathered), *((one, "reduction") for one in self.flattened)]
 
     def setup(self) -> Iterator[Event]:
-        """Partitions of the weights, joined; then masters, the bucket, and the gradients' partitions."""
-        weights = [self.stage.weights[slot.parameter] for slot in self.slots]
-        parts = [buffer_of("partition", (n,), self.stage.dtype) for n in self.parts]
-        for weight, part in zip(weights, parts, strict=True):
-            yield from (*allocs(part), *frees(weight))
-        yield from (*allocs(self.flat), *frees(*parts))
+        """The joined partitions, masters, the bucket, and the gradients' partitions.
+
+        The weights are gone: partitions are joined on the host, and the cache is emptied.
+
+        Source: `deepspeed.runtime.zero.utils:defragment`.
+        """
+        yield from allocs(self.flat)
         for master in self.masters:
             copy = buffer_of("converted partition", master.shape, FP32)
             yield from (*allocs(copy, master), *frees(copy))
@@ -113,20 +114,18 @@ class Stage3Optimizer(Optimizer):
     def step(self) -> Stretch:
         """Plays `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step`."""
         held = self.coordinator
-        persistent = [held.alone[slot] for slot in held.persistent]
         norms = [buffer_of(name, (), FP64) for name in ("norm of a group", "scaled_global_grad_norm")]
         updates: list[Event] = []
         for group in self.groups:
             wide = buffer_of("single_grad_partition", (sum(group),), FP32)
             flat = [buffer_of("flat gradients", (sum(group),), self.stage.dtype)] if len(group) > 1 else []
             updates += [*allocs(*flat, wide), *frees(*flat), *frees(wide)]
-        regathered = [event for one in persistent for event in (*allocs(one), held.all_gather(one.n_bytes))]
         first = len(self.groups[0]) > 1
         before, after = updates[: 2 + first], updates[2 + first :]
         return stepped(
-            events("norm of gradients", (*frees(*persistent), *self._norm(norms))),
+            events("norm of gradients", (*held.release_all(), *self._norm(norms))),
             events("gradients in float32", (*allocs(GLOBAL_NORM), *before)),
-            after=(*after, *regathered, *frees(*norms, GLOBAL_NORM)),
+            after=(*after, *held.gather_persistent(), *frees(*norms, GLOBAL_NORM)),
         )
 
     def _norm(self, norms: Sequence[Buffer]) -> Iterator[Event]:

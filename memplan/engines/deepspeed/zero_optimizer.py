@@ -26,6 +26,8 @@ class Optimizer(ABC):
 
     kept: Sequence[Buffer] = ()
     made_in_step: Sequence[Buffer] = ()
+    keeps_weights: bool = True
+    """Whether it is set up beside the module's whole weights."""
     scales_loss: bool
     """Whether it multiplies the loss by a scale, which is 1 in bfloat16."""
 
