@@ -31,9 +31,9 @@ def test_the_slices_of_all_partitions_are_the_parameters(sizes, n_ranks):
     slots = slots_of([Parameter(str(i), (n,), BF16) for i, n in enumerate(sizes)])
     partitions = Partitions(slots, n_ranks)
     assert partitions.n_elements % (2 * n_ranks) == 0
-    slices = [n for rank in range(n_ranks) for n in partitions.slice_elements(rank)]
+    slices = [n for rank in range(n_ranks) for n in partitions.slices(rank).values()]
     assert sum(slices) == sum(sizes) <= partitions.n_elements < sum(sizes) + 2 * n_ranks
-    assert all(sum(partitions.slice_elements(rank)) <= partitions.size for rank in range(n_ranks))
+    assert all(sum(partitions.slices(rank).values()) <= partitions.size for rank in range(n_ranks))
 
 
 @given(SIZES, st.integers(2, 9))
@@ -59,6 +59,9 @@ LAWFUL: list[dict[str, Any]] = [
     {"zero": 1, "overlap_comm": True, "global_batch": 16, "clip_grad_norm": 1.0},
     {"zero": 2, "precision": "fp16-mixed", "recompute": "full"},
     {"zero": 2, "overlap_comm": True, "global_batch": 12, "dp": 3},
+    {"zero": 3},
+    {"zero": 3, "dp": 3, "global_batch": 15, "recompute": "full", "overlap_comm": False},
+    {"zero": 3, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0},
 ]
 
 
@@ -86,7 +89,8 @@ def test_zero_1_keeps_all_gradients_until_backward_is_over_unless_it_overlaps():
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"zero": 3}, "zero=3 (zero_optimization.stage=3)"),
+    ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
+    ({"zero": 2, "sub_group_size": 10}, "sub_group_size=10 is of another ZeRO stage"),
     ({"zero": 2, "offload": True}, "offload=True (zero_optimization.offload_optimizer)"),
     ({"zero": 1, "precision": "fp32"}, "precision='fp32'"),
     ({"zero": 1, "optimizer": "sgd"}, "optimizer='sgd'"),

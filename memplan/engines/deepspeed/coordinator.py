@@ -9,7 +9,8 @@ from typing import NamedTuple, final
 
 from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.options import DeepSpeedOptions
-from memplan.record import Collective, Event, allocs, frees
+from memplan.engines.module_calls import Containers, Part, called
+from memplan.record import Collective, Event, UnitHook, allocs, frees
 from memplan.shapes import Buffer, DType, buffer_of
 
 
@@ -39,13 +40,11 @@ class PartitionedParameterCoordinator:
         threshold = options.stage3_param_persistence_threshold
         self.whole, self.alone = dict[Slot, Buffer](), dict[Slot, Buffer]()
         for slot in slots:
-            name, padded = f"{slot.parameter.name} (gathered", self._padded_elements(slot)
+            name, padded = f"{slot.parameter.name} (gathered", slot.part(n_ranks) * n_ranks
             self.whole[slot] = buffer_of(f"{name})", (slot.n_elements,), dtype)
             self.alone[slot] = buffer_of(f"{name} alone)", (padded,), dtype)
         small = [slot for slot in sorted(slots, key=start_of) if slot.n_elements <= threshold]
-        self.persistent = {
-            s: buffer_of(f"{s.parameter.name} (persistent)", self.alone[s].shape, dtype) for s in small
-        }
+        self.persistent = {one: buffer_of("persistent", self.alone[one].shape, dtype) for one in small}
         self.flats: list[Buffer] = []
         self.available = dict(self.persistent)
         self._is_first = self._records = False
@@ -54,10 +53,6 @@ class PartitionedParameterCoordinator:
     def start_training(self) -> None:
         """Nothing is gathered, and the next micro-batch records the order: it gathers nothing ahead."""
         self.available, self._is_first = {}, True
-
-    def _padded_elements(self, slot: Slot) -> int:
-        """The elements of a parameter that all ranks have equal parts of."""
-        return -(-slot.n_elements // self.n_ranks) * self.n_ranks
 
     def reset_step(self) -> None:
         """The start of a forward pass of the whole module."""
@@ -106,7 +101,7 @@ class PartitionedParameterCoordinator:
         slots = tuple(sorted(asked, key=start_of))
         if not slots:
             return
-        n_elements = sum([self._padded_elements(slot) for slot in slots])
+        n_elements = sum([slot.part(self.n_ranks) for slot in slots]) * self.n_ranks
         several = len(slots) > 1
         flat = buffer_of("parameters gathered together", (n_elements,), self.dtype)
         self.flats += [flat] * several
@@ -188,3 +183,27 @@ class PartitionedParameterCoordinator:
 def start_of(slot: Slot) -> int:
     """A parameter's place in the module's order."""
     return slot.start
+
+
+@final
+class ModuleHooks:
+    """The hooks of a micro-batch's passes, which tell the coordinator what is needed, and what is not."""
+
+    def __init__(self, coordinator: PartitionedParameterCoordinator) -> None:
+        self.coordinator = coordinator
+        self._containers = Containers()
+
+    def start_of_forward(self) -> None:
+        """The hook of the whole module: a new micro-batch."""
+        self.coordinator.reset_step()
+        self._containers = Containers()
+
+    def __call__(self, part: Part[Slot], hook: UnitHook) -> Iterator[Event]:
+        """What a hook gathers or frees."""
+        path, own = called(part, hook)
+        if hook.kind.startswith("post"):
+            yield from self.coordinator.release_sub_module(own, path)
+            return
+        for container in self._containers.entered(hook, path):
+            yield from self.coordinator.fetch_sub_module((), container)
+        yield from self.coordinator.fetch_sub_module(own, path)

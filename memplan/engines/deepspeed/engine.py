@@ -33,12 +33,11 @@ class DeepSpeed(Engine):
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         """The record of the fullest of three ranks.
 
-        The first one keeps the gradients whose reduction begins the epilogue of ZeRO-1; one keeps most
-        gradients of whole parameters; the last one pads its partition.
+        ZeRO-1 reduces the first one's gradients first; one has most whole gradients; the last one is padded.
         """
         stage = DeepSpeedStage(model, plan, device, None)
         fullest = Partitions(slots_of(stage.trained), plan.dp).fullest_rank() if plan.zero else 0
-        ranks = dict.fromkeys((0, fullest, plan.dp - 1) if plan.zero else (0,))
+        ranks = dict.fromkeys((0, fullest, plan.dp - 1) if plan.zero in (1, 2) else (0,))
         played = [DeepSpeedEngine(stage, Rank(dp=rank)).record() for rank in ranks]
         yield max(played, key=lambda record: record.peak_bytes)
 

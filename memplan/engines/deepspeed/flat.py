@@ -23,6 +23,10 @@ class Slot(NamedTuple):
         """The first element behind it."""
         return self.start + self.n_elements
 
+    def part(self, n_ranks: int) -> int:
+        """The elements of each of as many equal parts, the last of them padded."""
+        return -(-self.n_elements // n_ranks)
+
 
 def slots_of(parameters: Sequence[Parameter]) -> list[Slot]:
     """The parameters one behind the other."""
@@ -43,15 +47,11 @@ class Partitions:
         self.n_elements = -(-slots[-1].end // alignment) * alignment
         self.size = self.n_elements // n_ranks
 
-    def own(self, rank: int) -> list[Slot]:
-        """The parameters with elements in a rank's partition (`params_in_partition`)."""
+    def slices(self, rank: int) -> dict[Slot, int]:
+        """The parameters in a rank's partition (`params_in_partition`), and their elements there."""
         begins, ends = rank * self.size, (rank + 1) * self.size
-        return [slot for slot in self.slots if slot.start < ends and slot.end > begins]
-
-    def slice_elements(self, rank: int) -> list[int]:
-        """The elements of each parameter in a rank's partition."""
-        begins, ends = rank * self.size, (rank + 1) * self.size
-        return [min(slot.end, ends) - max(slot.start, begins) for slot in self.own(rank)]
+        found = {slot: min(slot.end, ends) - max(slot.start, begins) for slot in self.slots}
+        return {slot: n for slot, n in found.items() if n > 0}
 
     def ranges(self, slots: Iterable[Slot]) -> Iterator[int]:
         """The elements of each range of these gradients, joined, that one rank's partition has.
@@ -74,7 +74,7 @@ class Partitions:
     def fullest_rank(self) -> int:
         """The first of the ranks whose partition touches most elements of whole parameters."""
         n_ranks = self.n_elements // self.size
-        sizes = [sum([slot.n_elements for slot in self.own(rank)]) for rank in range(n_ranks)]
+        sizes = [sum([slot.n_elements for slot in self.slices(rank)]) for rank in range(n_ranks)]
         return sizes.index(max(sizes))
 
 

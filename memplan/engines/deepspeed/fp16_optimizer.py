@@ -3,16 +3,14 @@
 Source: `deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer`, which bfloat16 uses too.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, final
 
 from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, stepped
-from memplan.memory import Alive
 from memplan.record import Event, Stretch, allocs, events, frees
-from memplan.shapes import FP32, Buffer, buffer_of
+from memplan.shapes import FP32, buffer_of
 
 ALLREDUCE_ELEMENTS: Final = 500_000_000
 """Elements of gradients after which an all-reduce begins (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
@@ -28,17 +26,9 @@ class FP16Optimizer(Optimizer):
         super().__init__(stage, slots)
         n = slots[-1].end
         self.flat = flat_buffer("fp16_groups_flat", n, stage.dtype, weights=True)
-        self.master, self.exp_avg, self.exp_avg_sq = (
-            flat_buffer(name, n) for name in ("fp32_groups_flat", "exp_avg", "exp_avg_sq")
-        )
-
-    @property
-    def states(self) -> tuple[Buffer, ...]:
-        return self.flat, self.master, self.exp_avg, self.exp_avg_sq
-
-    @property
-    def grads(self) -> Alive:
-        return Counter([self.grad(slot) for slot in self.slots])
+        self.fp32 = [flat_buffer(name, n) for name in ("fp32_groups_flat", "exp_avg", "exp_avg_sq")]
+        self.states = self.flat, *self.fp32
+        self.grads = [self.grad(slot) for slot in self.slots]
 
     def setup(self) -> Iterator[Event]:
         """Clones of the weights are flattened; a step on zeros makes the moments.
@@ -50,8 +40,8 @@ class FP16Optimizer(Optimizer):
         copy = buffer_of("clone of fp16_groups_flat", self.flat.shape, self.flat.dtype)
         zeros = buffer_of("zero gradients", self.flat.shape, FP32)
         yield from (*allocs(*clones, self.flat), *frees(*clones, *weights))
-        yield from (*allocs(copy, self.master), *frees(copy))
-        yield from (*allocs(zeros, self.exp_avg, self.exp_avg_sq), *frees(zeros))
+        master, *moments = self.fp32
+        yield from (*allocs(copy, master), *frees(copy), *allocs(zeros, *moments), *frees(zeros))
 
     def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
         yield from frees(*[self.grad(slot)] * older)
@@ -65,6 +55,5 @@ class FP16Optimizer(Optimizer):
         """Plays `deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.step`."""
         wide = [buffer_of("gradient in float32", slot.parameter.shape, FP32) for slot in self.slots]
         flat = buffer_of("flat gradients", self.flat.shape, FP32)
-        grads = [self.grad(slot) for slot in self.slots]
-        flattened = (*allocs(*wide, flat), *frees(*wide, *grads))
+        flattened = (*allocs(*wide, flat), *frees(*wide, *self.grads))
         return stepped(events("gradients in float32", flattened), after=frees(flat))

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Final
 
+from memplan.engines.deepspeed.options import OF_STAGE_3, DeepSpeedOptions, deepspeed_options
 from memplan.engines.refusals import check_positions
 from memplan.errors import MissingRule, PlanRefused
-from memplan.models import Model
+from memplan.models import Gpt, Llama, Model, ends_are_tied
+from memplan.models.torchtitan import TorchtitanLlama
 from memplan.plan import Plan
 
 PRECISIONS: Final = ("bf16-mixed", "fp16-mixed")
@@ -13,19 +15,22 @@ PRECISIONS: Final = ("bf16-mixed", "fp16-mixed")
 
 
 def _check_modelled(model: Model, plan: Plan) -> None:
-    """Raise for what has no rule yet, with DeepSpeed's name of it."""
+    """Raise for what has no rule yet, with DeepSpeed's name of it.
+
+    ZeRO-3 gathers modules one by one, which are known by name in memplan's own models.
+    """
+    named = isinstance(model, Llama | Gpt | TorchtitanLlama) and not ends_are_tied(model)
+    halves = " or ".join(map(repr, PRECISIONS))
     options: tuple[tuple[bool, str, str], ...] = (
         (plan.offload, "offload=True (zero_optimization.offload_optimizer)", "offload=False"),
-        (
-            plan.precision not in PRECISIONS,
-            f"precision={plan.precision!r}",
-            f"precision={' or '.join(map(repr, PRECISIONS))} (bf16.enabled, fp16.enabled)",
-        ),
+        (plan.precision not in PRECISIONS, f"precision={plan.precision!r}", f"{halves} (bf16, fp16.enabled)"),
         (
             plan.optimizer not in ("adam", "adamw"),
             f"optimizer={plan.optimizer!r}",
-            "optimizer='adamw' or 'adam' (FusedAdam)",
+            "'adamw' or 'adam' (FusedAdam)",
         ),
+        (plan.zero == 3 and not named, f"zero=3 of {model.name}", "zero=2, or an untied Llama or GPT"),
+        (plan.zero == 3 and plan.recompute == "selective", "recompute='selective' with zero=3", "'full'"),
     )
     for asked, what, other in options:
         if asked:
@@ -35,30 +40,26 @@ def _check_modelled(model: Model, plan: Plan) -> None:
             )
 
 
-def _check_ranks(model: Model, plan: Plan) -> None:
+def _check_options(model: Model, plan: Plan) -> None:
+    """Raise for ranks that ZeRO does not divide anything over, and for options of another stage."""
     if plan.dp == 1:
         raise PlanRefused(
             "dp=1: engine='deepspeed' plays data-parallel ranks; use dp of 2 or more.",
             kind="DeepSpeed on a single rank",
         )
-
-
-def _check_overlap(model: Model, plan: Plan) -> None:
-    if plan.zero == 0 and plan.options is not None:
-        for name in ("overlap_comm", "reduce_bucket_size"):
-            value, usual = getattr(plan.options, name), getattr(type(plan.options)(), name)
-            if value != usual:
-                raise PlanRefused(
-                    f"{name}={value} is of zero_optimization, which stage 0 does not use; leave it out, or "
-                    "use zero=1 or 2.",
-                    kind="options of ZeRO without ZeRO",
-                )
+    options, usual = deepspeed_options(plan), DeepSpeedOptions()
+    unused = () if plan.zero == 3 else OF_STAGE_3
+    for name in unused if plan.zero else ("overlap_comm", "reduce_bucket_size", *unused):
+        if (value := getattr(options, name)) != getattr(usual, name):
+            raise PlanRefused(
+                f"{name}={value} is of another ZeRO stage than zero={plan.zero}; leave it out.",
+                kind="options of another ZeRO stage",
+            )
 
 
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_modelled,
-    _check_ranks,
-    _check_overlap,
+    _check_options,
     check_positions,
 )
 """The checks of a plan, in order."""

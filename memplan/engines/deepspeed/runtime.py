@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from functools import partial
 
 from memplan.engines.base import RankRecord
-from memplan.engines.deepspeed.coordinator import PartitionedParameterCoordinator
-from memplan.engines.deepspeed.flat import slots_of
+from memplan.engines.deepspeed.coordinator import ModuleHooks, PartitionedParameterCoordinator
+from memplan.engines.deepspeed.flat import Slot, slots_of
 from memplan.engines.deepspeed.fp16_optimizer import FP16Optimizer
-from memplan.engines.deepspeed.modules import ModuleHooks, Part, recorded_order
 from memplan.engines.deepspeed.stage import OVERFLOW_BUFFER, DeepSpeedStage
 from memplan.engines.deepspeed.stage3 import Stage3Optimizer
 from memplan.engines.deepspeed.stage_1_and_2 import DeepSpeedZeroOptimizer
 from memplan.engines.deepspeed.zero_optimizer import UPDATE_NAME, Optimizer
+from memplan.engines.module_calls import Part, recorded_order
+from memplan.engines.stage import trained
+from memplan.models import TracedModel
 from memplan.plan import Rank
 from memplan.record import (
     AccumulateGrad,
@@ -45,11 +47,9 @@ class DeepSpeedEngine:
         self.stage, self.rank, self.trace = stage, rank, stage.trace
         slots = slots_of(stage.trained)
         left = iter(slots)
-        parts = [stage.trace.embed_parameters]
-        parts += [own for own, n, _ in stage.block_parameters for _ in range(n)]
-        parts.append(stage.trace.head_parameters)
-        trained = [[one for one in part if one.requires_grad] for part in parts]
-        embed, *self.places, head = [{one: next(left) for one in part} for part in trained]
+        blocks = [own for own, n, _ in stage.block_parameters for _ in range(n)]
+        parts = [self.trace.embed_parameters, *blocks, self.trace.head_parameters]
+        embed, *self.places, head = [{one: next(left) for one in trained(part)} for part in parts]
         self.ends = embed | head
         self.hooks: ModuleHooks | None = None
         self.optimizer: Optimizer
@@ -66,9 +66,7 @@ class DeepSpeedEngine:
             case _:
                 self.optimizer = DeepSpeedZeroOptimizer(stage, slots, rank.dp)
 
-    # --- Passes ---
-
-    def _forward_parts(self) -> Iterator[Part]:
+    def _forward_parts(self) -> Iterator[Part[Slot]]:
         """The parts of a forward pass in order."""
         trace, i = self.trace, 0
         yield Part("forward: casts of inputs", trace.cast_inputs, self.ends)
@@ -80,7 +78,7 @@ class DeepSpeedEngine:
         yield Part("forward: head", trace.head, self.ends)
         yield Part("loss", trace.loss, self.ends)
 
-    def _backward_parts(self) -> Iterator[Part]:
+    def _backward_parts(self) -> Iterator[Part[Slot]]:
         """The parts of a backward pass in order."""
         kinds = [block for block, n in self.stage.blocks for _ in range(n)]
         yield Part("backward: head", self.trace.head_backward, self.ends)
@@ -93,12 +91,10 @@ class DeepSpeedEngine:
         """The forward pass and the loss."""
         if self.hooks is not None:
             self.hooks.start_of_forward()
-        return passed(0, "forward", *[self._forward(part) for part in self._forward_parts()])
-
-    def _forward(self, part: Part) -> Stretch:
+        parts = self._forward_parts()
         if self.hooks is None:
-            return part.segment.stretch(part.name)
-        return events(part.name, self._hooked(part))
+            return passed(0, "forward", *[part.segment.stretch(part.name) for part in parts])
+        return passed(0, "forward", *[events(part.name, self._hooked(part)) for part in parts])
 
     def backward(self, *, older: bool, boundary: bool) -> Stretch:
         """The backward pass: hooks reduce gradients as they come, or the epilogue does."""
@@ -108,41 +104,31 @@ class DeepSpeedEngine:
             events(part.name, self._hooked(part, older=older, boundary=boundary))
             for part in self._backward_parts()
         ]
-        epilogue = (
-            *end[:1],
-            *optimizer.epilogue(older=older, boundary=boundary),
-            *([] if self.hooks is None else self.hooks.coordinator.release_leftovers()),
-            *end[1:],
-            *frees(*reversed(held)),
-        )
+        reduced = optimizer.epilogue(older=older, boundary=boundary)
+        left = () if self.hooks is None else self.hooks.coordinator.release_leftovers()
+        epilogue = *end[:1], *reduced, *left, *end[1:], *frees(*reversed(held))
         loss = events("backward: loss", allocs(*held))
         return passed(0, "backward", loss, *played, events("backward: epilogue", epilogue))
 
-    def _hooked(self, part: Part, *, older: bool = False, boundary: bool = False) -> Iterator[Event]:
+    def _hooked(self, part: Part[Slot], *, older: bool = False, boundary: bool = False) -> Iterator[Event]:
         """A part's events with those of the hooks of its modules and of its gradients."""
         for event in part.segment.events:
             yield event
             if isinstance(event, UnitHook) and self.hooks is not None:
                 yield from self.hooks(part, event)
             elif isinstance(event, AccumulateGrad):
-                slot = part.slots[event.parameter]
+                slot = part.owned[event.parameter]
                 yield from self.optimizer.hook(slot, older=older, boundary=boundary)
 
     def micro_batches(self) -> Iterator[Stretch]:
-        """The passes of all micro-batches; those between the third and the last are equal."""
+        """The passes of all micro-batches; those between the second and the last are equal."""
         n = self.stage.plan.n_micro_batches
-        between = n - 3
-        if n > 1:
-            yield from (self.forward(), self.backward(older=False, boundary=False))
-        if n > 2:
-            yield from (self.forward(), self.backward(older=True, boundary=False))
-        if between > 0:
-            yield repeated(
-                chain("micro-batch", self.forward(), self.backward(older=True, boundary=False)), between
-            )
+        for i in range(min(2, n - 1)):
+            yield from (self.forward(), self.backward(older=i > 0, boundary=False))
+        if n > 3:
+            passes = self.forward(), self.backward(older=True, boundary=False)
+            yield repeated(chain("micro-batch", *passes), n - 3)
         yield from (self.forward(), self.backward(older=n > 1, boundary=True))
-
-    # --- The record ---
 
     def record(self) -> RankRecord:
         """The rank's record: what it holds between steps, and its step."""
@@ -153,32 +139,25 @@ class DeepSpeedEngine:
             layers=(range(stage.n_blocks),),
             rest=stage.rest + Counter([*self.optimizer.states, *self.optimizer.kept]),
             step=step,
-            grads=self.optimizer.grads,
+            grads=Counter(self.optimizer.grads),
             update=(update,),
             program=None if stage.device.on_cpu else partial(self._program, step),
         )
 
-    def _first_step(self) -> Stretch | None:
-        """ZeRO-3's first step, whose first micro-batch records the order of modules."""
-        if self.hooks is None:
-            return None
-        self.hooks.coordinator.start_training()
-        return chain("step", *self.micro_batches(), self.optimizer.step())
-
     def _program(self, step: Stretch) -> AllocatorProgram:
-        """The rank's allocations and frees from the module's weights on."""
-        first_step = self._first_step()
+        """The rank's allocations and frees from the module's weights on.
+
+        In ZeRO-3's first step the first micro-batch records the order of modules.
+        """
+        optimizer, first_step = self.optimizer, None
+        if self.hooks is not None:
+            self.hooks.coordinator.start_training()
+            first_step = chain("step", *self.micro_batches(), optimizer.step())
         return AllocatorProgram(
-            setup=tuple(self._setup()),
-            step=step,
-            first_step=first_step,
-            kept=Counter(self.optimizer.kept),
-            states=tuple(self.optimizer.made_in_step),
-            update_name=UPDATE_NAME,
-            beside=self.stage.workspaces,
-            handed_on=frozenset([self.trace.boundary]),
-            streams=dict(self.optimizer.on_own_stream),
-        )
+            setup=tuple(self._setup()), step=step, first_step=first_step, kept=Counter(optimizer.kept),
+            states=tuple(optimizer.made_in_step), update_name=UPDATE_NAME, beside=self.stage.workspaces,
+            handed_on=frozenset([self.trace.boundary]), streams=dict(optimizer.on_own_stream),
+        )  # fmt: skip
 
     def _setup(self) -> Iterator[Event]:
         """The module's weights and buffers, the optimizer's tensors, the step's tokens."""
@@ -189,5 +168,5 @@ class DeepSpeedEngine:
         yield from (*allocs(OVERFLOW_BUFFER), *self.optimizer.setup())
         batch = plan.n_micro_batches * plan.micro_batch
         drawn = buffer_of("tokens and targets", (batch, plan.seq_len + 1), INT64)
-        both = [] if stage.is_traced or stage.model.computes_loss else [drawn]
+        both = [] if isinstance(stage.model, TracedModel) or stage.model.computes_loss else [drawn]
         yield from (*allocs(*both, *stage.inputs), *frees(*both))

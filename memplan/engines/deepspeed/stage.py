@@ -8,13 +8,10 @@ from memplan.device import Device
 from memplan.engines.deepspeed.options import deepspeed_options
 from memplan.engines.stage import ModelStage, cublas_workspaces, trained
 from memplan.memory import Alive
-from memplan.models import Layers, Model, TracedModel
+from memplan.models import Layers, Model
 from memplan.plan import Plan
-from memplan.shapes import FP32, INT32, Buffer, Parameter, buffer_of
+from memplan.shapes import INT32, Buffer, Parameter, buffer_of
 from memplan.tape import USUAL_BACKENDS, Backend, OpContext
-
-TORCH_RELEASE: Final = (2, 13)
-"""The PyTorch below."""
 
 
 @final
@@ -37,25 +34,14 @@ class DeepSpeedStage(ModelStage):
     def op_context(self) -> OpContext:
         plan = self.plan
         return OpContext(
-            device=self.device,
-            backend=self.backend,
-            weight_dtype=self.dtype,
-            micro_batch=plan.micro_batch,
-            seq_len=plan.seq_len,
-            loss_chunks=plan.loss_chunks,
-            torch_release=TORCH_RELEASE,
-            hooks_modules=plan.zero == 3,
-        )
+            device=self.device, backend=self.backend, weight_dtype=self.dtype, micro_batch=plan.micro_batch,
+            seq_len=plan.seq_len, loss_chunks=plan.loss_chunks, hooks_modules=plan.zero == 3,
+        )  # fmt: skip
 
     @cached_property
     def trained(self) -> list[Parameter]:
         """The optimizer's parameters, in the module's order."""
         return trained(self.parameters())
-
-    @property
-    def frozen(self) -> list[Buffer]:
-        """The weights that are not trained."""
-        return [self.weights[one] for one in self.parameters() if not one.requires_grad]
 
     @cached_property
     def weights(self) -> dict[Parameter, Buffer]:
@@ -67,7 +53,7 @@ class DeepSpeedStage(ModelStage):
     def workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
         """The workspaces that cuBLAS keeps for forward and for backward passes."""
         passes = (self.trace.products, self.trace.products_backward)
-        return cublas_workspaces(self.device, TORCH_RELEASE, passes)
+        return cublas_workspaces(self.device, self.op_context.torch_release, passes)
 
     @cached_property
     def inputs(self) -> list[Buffer]:
@@ -82,18 +68,9 @@ class DeepSpeedStage(ModelStage):
 
         Source: `deepspeed.ops.adam.fused_adam:FusedAdam.__init__`.
         """
-        held: Alive = Counter([*self.frozen, *self.inputs, *self.buffers])
-        held.update(workspace for _, workspace in self.workspaces)
-        held[OVERFLOW_BUFFER] += 1
-        return held
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether the model is someone's module, recorded."""
-        return isinstance(self.model, TracedModel)
+        frozen = [self.weights[one] for one in self.parameters() if not one.requires_grad]
+        workspaces = [workspace for _, workspace in self.workspaces]
+        return Counter([*frozen, *self.inputs, *self.buffers, *workspaces, OVERFLOW_BUFFER])
 
 
 OVERFLOW_BUFFER: Final = buffer_of("_dummy_overflow_buf", (1,), INT32)
-
-NORM_ITEM: Final = FP32.itemsize
-"""Bytes of a norm that ranks sum."""

@@ -3,7 +3,6 @@
 Source: `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3`.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, final
 
@@ -11,8 +10,7 @@ from memplan.engines.deepspeed.coordinator import PartitionedParameterCoordinato
 from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.options import overlaps
 from memplan.engines.deepspeed.stage import DeepSpeedStage
-from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, norm_scratch, stepped
-from memplan.memory import Alive
+from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, norms_of, stepped
 from memplan.record import Collective, Event, Stretch, allocs, events, frees
 from memplan.shapes import BOOL, FP32, FP64, Buffer, buffer_of
 
@@ -24,7 +22,6 @@ TRACKER: Final = buffer_of("inf_or_nan_tracker", (1,), BOOL)
 class Stage3Optimizer(Optimizer):
     """Plays `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3` with contiguous gradients."""
 
-    scales_loss = True
     keeps_weights = False
 
     def __init__(
@@ -33,7 +30,7 @@ class Stage3Optimizer(Optimizer):
         super().__init__(stage, slots)
         options, dtype, self.n_ranks = stage.options, stage.dtype, stage.plan.dp
         self.coordinator, self.bucket_size = coordinator, options.reduce_bucket_size
-        self.parts = [-(-slot.n_elements // self.n_ranks) for slot in slots]
+        self.parts = [slot.part(self.n_ranks) for slot in slots]
         total = sum(self.parts)
         self.groups = list(_sub_groups(self.parts, options.sub_group_size))
         self.flat = flat_buffer("lp_param_buffer", total, dtype, weights=True)
@@ -43,15 +40,10 @@ class Stage3Optimizer(Optimizer):
         self.ipg_buffer = buffer_of("ipg bucket", (self.bucket_size,), dtype)
         self.partitions = buffer_of("grad_partitions_flat_buffer", (total,), dtype, "grads")
         self.kept = [GLOBAL_NORM, *coordinator.persistent.values()]
+        held = self.ipg_buffer, self.partitions, TRACKER
+        self.states = [self.flat, *self.masters, *self.made_in_step, *held]
+        self.grads = [self.partitions]
         self.bucket: list[Slot] = []
-
-    @property
-    def states(self) -> list[Buffer]:
-        return [self.flat, *self.masters, *self.made_in_step, self.ipg_buffer, self.partitions, TRACKER]
-
-    @property
-    def grads(self) -> Alive:
-        return Counter([self.partitions])
 
     @property
     def on_own_stream(self) -> list[tuple[Buffer, str]]:
@@ -74,8 +66,6 @@ class Stage3Optimizer(Optimizer):
             yield from (*allocs(copy, master), *frees(copy))
         yield from allocs(TRACKER, self.ipg_buffer, self.partitions)
 
-    # --- Backward ---
-
     def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
         """Plays `reduce_independent_p_g_buckets_and_remove_grads`: a full bucket is reduced first."""
         held = sum([one.n_elements for one in self.bucket])
@@ -91,7 +81,7 @@ class Stage3Optimizer(Optimizer):
 
         Source: `deepspeed.runtime.comm.coalesced_collectives:reduce_scatter_coalesced`.
         """
-        parts = [-(-slot.n_elements // self.n_ranks) for slot in self.bucket]
+        parts = [slot.part(self.n_ranks) for slot in self.bucket]
         flat = buffer_of("gradients to reduce", (sum(parts) * self.n_ranks,), self.stage.dtype)
         one = len(self.bucket) == 1 and self.bucket[0].n_elements % self.n_ranks == 0
         copies = [] if one else [flat]
@@ -108,8 +98,6 @@ class Stage3Optimizer(Optimizer):
     def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
         if self.bucket:
             yield from self._reduce_and_partition_ipg_grads()
-
-    # --- Step ---
 
     def step(self) -> Stretch:
         """Plays `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step`."""
@@ -135,16 +123,11 @@ class Stage3Optimizer(Optimizer):
         """
         of_group, total = norms
         for parts in self.groups:
-            each = []
-            for n_elements in parts:
-                wide = buffer_of("gradient in float64", (n_elements,), FP64)
-                each.append(buffer_of("norm of a gradient", (), FP64))
-                scratch = norm_scratch(self.stage, n_elements)
-                yield from (*allocs(wide, each[-1], *scratch), *frees(*scratch, wide))
+            yield from norms_of(self.stage, parts)
             yield Collective(
                 kind="all_reduce", axis="dp", what="norm of gradients", payload_bytes=FP64.itemsize
             )
-            yield from (*allocs(of_group), *frees(*each))
+            yield from allocs(of_group)
         yield from (*frees(*[of_group] * (len(self.groups) - 1)), *allocs(total))
 
 

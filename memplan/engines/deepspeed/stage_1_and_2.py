@@ -3,17 +3,15 @@
 Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer`.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, final
 
 from memplan.engines.deepspeed.flat import Partitions, Slot
 from memplan.engines.deepspeed.options import overlaps
-from memplan.engines.deepspeed.stage import NORM_ITEM, DeepSpeedStage
-from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, norm_scratch, stepped
-from memplan.memory import Alive
+from memplan.engines.deepspeed.stage import DeepSpeedStage
+from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, norms_of, stepped
 from memplan.record import Collective, Event, Overlap, Stretch, allocs, events, frees
-from memplan.shapes import FP32, FP64, UINT8, Buffer, buffer_of
+from memplan.shapes import FP32, UINT8, Buffer, buffer_of
 
 GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP32)
 """The unscaled norm; the engine keeps the last step's until this step is over."""
@@ -33,7 +31,6 @@ class DeepSpeedZeroOptimizer(Optimizer):
     """
 
     kept = (GLOBAL_NORM,)
-    scales_loss = True
 
     def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot], rank: int) -> None:
         super().__init__(stage, slots)
@@ -49,24 +46,16 @@ class DeepSpeedZeroOptimizer(Optimizer):
         self.ipg_buffers = [
             buffer_of(f"ipg bucket {i}", (self.bucket_size,), dtype) for i in range(1 + self.overlaps)
         ]
-        self.own = frozenset(self.partitions.own(rank))
-        self.slices = self.partitions.slice_elements(rank)
-        self.padding = size - sum(self.slices)
+        self.own = self.partitions.slices(rank)
+        self.padding = size - sum(self.own.values())
         owned = sum([slot.n_elements for slot in self.own])
         self.grads_in_partition = buffer_of("grads_in_partition", (owned,), dtype, "grads")
-        self.averaged = buffer_of("averaged_gradients", (size,), dtype, "grads")
+        self.states = self.flat, self.master, *self.made_in_step
+        self.grads = [buffer_of("averaged_gradients", (size,), dtype, "grads")]
         self.zeros = buffer_of("padding of averaged_gradients", (self.padding,), dtype, "grads")
         self.bucket: list[Slot] = []
         self.left: list[Slot] = []
         self.has_partition = self.ready_for_gradients = False
-
-    @property
-    def states(self) -> tuple[Buffer, ...]:
-        return self.flat, self.master, *self.made_in_step
-
-    @property
-    def grads(self) -> Alive:
-        return Counter([self.averaged])
 
     @property
     def on_own_stream(self) -> list[tuple[Buffer, str]]:
@@ -86,8 +75,6 @@ class DeepSpeedZeroOptimizer(Optimizer):
         yield from frees(*[pad] * (padding > 0))
         yield from frees(*[self.stage.weights[slot.parameter] for slot in self.slots])
         yield from (*allocs(part, self.master), *frees(part), *allocs(zeros), *frees(zeros))
-
-    # --- Backward ---
 
     def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
         """Plays `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.process_gradients`."""
@@ -131,20 +118,16 @@ class DeepSpeedZeroOptimizer(Optimizer):
         self.bucket = []
 
     def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
-        """Plays `deepspeed.runtime.engine:DeepSpeedEngine.allreduce_gradients`."""
+        """Reduces the rest; a partition's gradients are added to an earlier micro-batch's.
+
+        Source: `deepspeed.runtime.engine:DeepSpeedEngine.allreduce_gradients`,
+        `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue`.
+        """
         if not (self.partition_gradients or boundary):
             return
         if not (self.partition_gradients or self.overlaps):  # reduce_gradients
             for slot in self.slots:
                 yield from self.reduce_independent_p_g_buckets_and_remove_grads(slot)
-        yield from self.independent_gradient_partition_epilogue(older=older, boundary=boundary)
-
-    def independent_gradient_partition_epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
-        """Reduces the rest; a partition's gradients are added to an earlier micro-batch's.
-
-        Source:
-        `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue`.
-        """
         yield from self.reduce_ipg_grads()
         yield from allocs(*[self.zeros] * (boundary and self.padding > 0))
         yield from frees(*self.ipg_buffers)
@@ -154,14 +137,12 @@ class DeepSpeedZeroOptimizer(Optimizer):
             yield from frees(self.grads_in_partition)
         self.has_partition = False
 
-    # --- Step ---
-
     def step(self) -> Stretch:
         """Plays `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step`."""
         size = self.partitions.size
         flat = buffer_of("flat_grad_partition", (size,), self.stage.dtype)
         single = buffer_of("single_grad_partition", (size,), FP32)
-        n_tensors = len(self.slices) + (self.padding > 0)
+        n_tensors = len(self.own) + (self.padding > 0)
         grads = [self.grads_in_partition] * bool(self.own) + [self.zeros] * (self.padding > 0)
         flattening = [flat] if n_tensors > 1 else []
         scaled = buffer_of("scaled_global_grad_norm", (), FP32)
@@ -182,11 +163,5 @@ class DeepSpeedZeroOptimizer(Optimizer):
         `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_grad_norm_direct`.
         """
         yield Collective(kind="all_reduce", axis="dp", what="overflow flag", payload_bytes=UINT8.itemsize)
-        norms = []
-        for n_elements in self.slices:
-            wide = buffer_of("gradient in float64", (n_elements,), FP64)
-            norms.append(buffer_of("norm of a gradient", (), FP64))
-            scratch = norm_scratch(self.stage, n_elements)
-            yield from (*allocs(wide, norms[-1], *scratch), *frees(*scratch, wide))
-        yield Collective(kind="all_reduce", axis="dp", what="norm of gradients", payload_bytes=NORM_ITEM)
-        yield from frees(*norms)
+        yield from norms_of(self.stage, self.own.values())
+        yield Collective(kind="all_reduce", axis="dp", what="norm of gradients", payload_bytes=FP32.itemsize)

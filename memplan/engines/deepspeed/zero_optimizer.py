@@ -6,13 +6,9 @@ from typing import Final
 
 from memplan.engines.deepspeed.flat import Slot, calls_of
 from memplan.engines.deepspeed.stage import DeepSpeedStage
-from memplan.kernels import reduction_scratch
-from memplan.memory import Alive
+from memplan.kernels import norm_scratch
 from memplan.record import Collective, Event, Overlap, Stretch, allocs, chain, events, frees
 from memplan.shapes import FP32, FP64, UINT8, Buffer, DType, buffer_of
-
-INDEXED_BYTES: Final = 2**31 - 1
-"""A tensor with more bytes is reduced in halves."""
 
 UPDATE_NAME: Final = "optimizer step"
 """The stretch before which the first step makes FusedAdam's moments."""
@@ -21,30 +17,22 @@ UPDATE_NAME: Final = "optimizer step"
 class Optimizer(ABC):
     """An optimizer around FusedAdam, on one rank; a backward pass calls `hook` for each gradient.
 
-    `kept`: what a step frees and makes anew. `made_in_step`: the moments, if the first step makes them.
+    `states`: the flat tensors that are alive between steps. `grads`: what its step reads. `kept`: what a step
+    frees and makes anew. `made_in_step`: the moments, if the first step makes them. `keeps_weights`: it is
+    set up beside the module's whole weights. `scales_loss`: it multiplies the loss by a scale, 1 in bfloat16.
     """
 
+    states: Sequence[Buffer]
+    grads: Sequence[Buffer]
     kept: Sequence[Buffer] = ()
     made_in_step: Sequence[Buffer] = ()
     keeps_weights: bool = True
-    """Whether it is set up beside the module's whole weights."""
-    scales_loss: bool
-    """Whether it multiplies the loss by a scale, which is 1 in bfloat16."""
+    scales_loss: bool = True
 
     def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot]) -> None:
         self.stage, self.slots = stage, slots
         self.grad_of = stage.trace.gradients()
         self.flattened: list[Buffer] = []
-
-    @property
-    @abstractmethod
-    def states(self) -> Sequence[Buffer]:
-        """The flat tensors that are alive between steps."""
-
-    @property
-    @abstractmethod
-    def grads(self) -> Alive:
-        """The gradients that its step reads."""
 
     @property
     def on_own_stream(self) -> Sequence[tuple[Buffer, str]]:
@@ -98,19 +86,13 @@ def stepped(*before: Stretch, after: Iterable[Event] = ()) -> Stretch:
     return chain("update", *before, events(UPDATE_NAME, after))
 
 
-def norm_scratch(stage: DeepSpeedStage, n_elements: int) -> list[Buffer]:
-    """The scratch of the norm of a tensor in float64: partial sums of 8 bytes, and a counter.
-
-    Tensors of 2 GiB or more are halved for 32-bit indices.
-
-    Source: aten/src/ATen/native/cuda/Reduce.cuh (`gpu_reduce_kernel`: `with_32bit_indexing`).
-    """
-    if stage.device.on_cpu:
-        return []
-    while n_elements * FP64.itemsize > INDEXED_BYTES:
-        n_elements -= n_elements // 2
-    found = reduction_scratch(stage.device, 1, n_elements, along_rows=False)
-    if found is None:
-        return []
-    sums = buffer_of("partial sums", (found.sums_bytes // FP32.itemsize,), FP64)
-    return [sums, buffer_of("counter", (found.counters_bytes,), UINT8)]
+def norms_of(stage: DeepSpeedStage, sizes: Iterable[int]) -> Iterator[Event]:
+    """The norm of each gradient of so many elements, in float64; all norms are alive together, then freed."""
+    norms = []
+    for n_elements in sizes:
+        wide = buffer_of("gradient in float64", (n_elements,), FP64)
+        norms.append(buffer_of("norm of a gradient", (), FP64))
+        scratch = norm_scratch(stage.device, n_elements)
+        own = [buffer_of("scratch of a norm", (n_bytes,), UINT8) for n_bytes in scratch]
+        yield from (*allocs(wide, norms[-1], *own), *frees(*own, wide))
+    yield from frees(*norms)
