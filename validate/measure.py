@@ -213,7 +213,8 @@ def n_warm_up(case: Case) -> int:
         return WARM_UP_STEPS + static_graph
     if not case.plan.ddp:
         return 1
-    return WARM_UP_STEPS + static_graph + (option(case.plan, "ddp_comm_hook", "none") == "powersgd")
+    compresses: bool = option(case.plan, "ddp_comm_hook", "none") == "powersgd"
+    return WARM_UP_STEPS + static_graph + compresses
 
 
 def settled() -> None:

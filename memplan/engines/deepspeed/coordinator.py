@@ -5,13 +5,16 @@ Source: `deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParamet
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple, final
+from operator import attrgetter
+from typing import Final, NamedTuple, final
 
 from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.options import DeepSpeedOptions
 from memplan.engines.module_calls import Containers, Part, called
 from memplan.record import Collective, Event, UnitHook, allocs, frees
 from memplan.shapes import Buffer, DType, buffer_of
+
+IN_ORDER: Final = attrgetter("start")
 
 
 class Gathered(NamedTuple):
@@ -43,7 +46,7 @@ class PartitionedParameterCoordinator:
             name, padded = f"{slot.parameter.name} (gathered", slot.part(n_ranks) * n_ranks
             self.whole[slot] = buffer_of(f"{name})", (slot.n_elements,), dtype)
             self.alone[slot] = buffer_of(f"{name} alone)", (padded,), dtype)
-        small = [slot for slot in sorted(slots, key=start_of) if slot.n_elements <= threshold]
+        small = [slot for slot in sorted(slots, key=IN_ORDER) if slot.n_elements <= threshold]
         self.persistent = {one: buffer_of("persistent", self.alone[one].shape, dtype) for one in small}
         self.flats: list[Buffer] = []
         self.available = dict(self.persistent)
@@ -57,7 +60,7 @@ class PartitionedParameterCoordinator:
     def reset_step(self) -> None:
         """The start of a forward pass of the whole module."""
         self._records, self._is_first = self._is_first, False
-        recorded = [(slot, step) for step, own in enumerate(self.order) for slot in sorted(own, key=start_of)]
+        recorded = [(slot, step) for step, own in enumerate(self.order) for slot in sorted(own, key=IN_ORDER)]
         self.queue = deque(recorded)
         self.fetched_for: dict[Slot, int] = {}
         self.in_flight: dict[Slot, Gathered] = {}
@@ -94,11 +97,8 @@ class PartitionedParameterCoordinator:
         yield from self._all_gather(ahead)
 
     def _all_gather(self, asked: Iterable[Slot]) -> Iterator[Event]:
-        """One all-gather; of a single parameter into its own tensor.
-
-        Source: `deepspeed.runtime.zero.partition_parameters:Init` (`all_gather_coalesced`).
-        """
-        slots = tuple(sorted(asked, key=start_of))
+        """One all-gather; of a single parameter into its own tensor (`all_gather_coalesced`)."""
+        slots = tuple(sorted(asked, key=IN_ORDER))
         if not slots:
             return
         n_elements = sum([slot.part(self.n_ranks) for slot in slots]) * self.n_ranks
@@ -113,15 +113,11 @@ class PartitionedParameterCoordinator:
     @staticmethod
     def all_gather(n_bytes: int) -> Collective:
         """An all-gather of weights; it overlaps with computation."""
-        return Collective(
-            kind="all_gather", axis="dp", what="gather weights", payload_bytes=n_bytes, overlap="compute"
-        )
+        what = "gather weights"
+        return Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n_bytes, overlap="compute")
 
     def _wait(self, slot: Slot) -> Iterator[Event]:
-        """Waits for a parameter; the first of several that came together copies all of them.
-
-        Source: `deepspeed.runtime.zero.partition_parameters:AllGatherCoalescedHandle.wait`.
-        """
+        """Waits for a parameter; the first of several that came together copies all of them."""
         gathered = self.in_flight.pop(slot)
         if gathered.flat is None:
             self.available[slot] = self.alone[slot]
@@ -160,16 +156,13 @@ class PartitionedParameterCoordinator:
             self.n_available -= slot.n_elements
             yield from frees(self.available.pop(slot))
 
-    def release_leftovers(self) -> Iterator[Event]:
-        """Releases what no hook has: of modules whose inputs have no gradient, as embeddings'."""
-        for slot in list(self.available):
-            if slot not in self.persistent:
-                self.active.pop(slot, None)
-                yield from self._release(slot)
+    def release_all(self, kept: Collection[Slot] = ()) -> Iterator[Event]:
+        """Releases what is gathered: all before an update, all but persistent ones after a backward pass.
 
-    def release_all(self) -> Iterator[Event]:
-        """Releases what is gathered, before an update."""
-        for slot in list(self.available):
+        These are of modules whose inputs have no gradient, as embeddings', which no hook releases.
+        """
+        for slot in [one for one in self.available if one not in kept]:
+            self.active.pop(slot, None)
             yield from self._release(slot)
 
     def gather_persistent(self) -> Iterator[Event]:
@@ -178,11 +171,6 @@ class PartitionedParameterCoordinator:
         for gathered in self.persistent.values():
             yield from allocs(gathered)
             yield self.all_gather(gathered.n_bytes)
-
-
-def start_of(slot: Slot) -> int:
-    """A parameter's place in the module's order."""
-    return slot.start
 
 
 @final

@@ -1,4 +1,4 @@
-"""DeepSpeed as an engine: ZeRO-0 to 2 around FusedAdam, in 16 bits."""
+"""DeepSpeed as an engine: ZeRO-0 to 3 around FusedAdam, in 16 bits."""
 
 from collections.abc import Iterator
 from typing import final

@@ -22,12 +22,10 @@ class DeepSpeedOptions:
     overlap_comm: bool | None = described(
         None,
         Flag(
-            "Reductions and gathers have streams of their own; ZeRO-1 and 2 reduce in two buffers",
-            left_out="yes with zero=3, else no",
-            optional=True,
-            word="overlap",
+            "Communicate on other streams; ZeRO-1 and 2: in two buckets", left_out="yes with zero=3, else no",
+            optional=True, word="overlap",
         ),
-    )
+    )  # fmt: skip
     reduce_bucket_size: int = described(
         500_000_000, Count("Elements of gradients that are reduced at a time", word="reduce-bucket")
     )
@@ -38,14 +36,10 @@ class DeepSpeedOptions:
         100_000, Count("ZeRO-3: weights of at most so many elements stay gathered", least=0, word="persist")
     )
     stage3_max_live_parameters: int = described(
-        1_000_000_000,
-        Count("ZeRO-3: elements of gathered weights beyond which none are prefetched", word="live"),
+        1_000_000_000, Count("ZeRO-3: gathered elements beyond which nothing is prefetched", word="live")
     )
     stage3_max_reuse_distance: int = described(
-        1_000_000_000,
-        Count(
-            "ZeRO-3: weights that are used again within so many elements stay gathered", least=0, word="reuse"
-        ),
+        1_000_000_000, Count("ZeRO-3: weights used within so many elements again stay", least=0, word="reuse")
     )
     sub_group_size: int = described(
         1_000_000_000, Count("ZeRO-3: elements of a partition that are updated at a time", word="sub-group")
@@ -53,17 +47,13 @@ class DeepSpeedOptions:
     alloc_conf: str = described(
         "",
         Setting(
-            "The caching allocator's settings, as PYTORCH_CUDA_ALLOC_CONF has them",
-            left_out="PyTorch's own",
-            read=lambda text: AllocatorConfig.parse(text).conf,
-            word="alloc",
+            "The caching allocator's settings, as PYTORCH_CUDA_ALLOC_CONF has them", left_out="PyTorch's own",
+            read=lambda text: AllocatorConfig.parse(text).conf, word="alloc",
         ),
-    )
+    )  # fmt: skip
 
 
-OF_STAGE_3: Final = tuple(
-    one for one in DeepSpeedOptions.__dataclass_fields__ if one.startswith(("stage3_", "sub_group"))
-)
+OF_STAGE_3: Final = tuple([*DeepSpeedOptions.__dataclass_fields__][2:-1])
 """The options of ZeRO-3 alone."""
 
 

@@ -11,7 +11,7 @@ from memplan.models.torchtitan import TorchtitanLlama
 from memplan.plan import Plan
 
 PRECISIONS: Final = ("bf16-mixed", "fp16-mixed")
-"""`bf16.enabled` and `fp16.enabled`: 16-bit weights, 32-bit masters in the optimizer."""
+"""`bf16.enabled`, `fp16.enabled`."""
 
 
 def _check_modelled(model: Model, plan: Plan) -> None:

@@ -58,9 +58,8 @@ class DeepSpeedEngine:
                 self.optimizer = FP16Optimizer(stage, slots)
             case 3:
                 order = recorded_order([*self._forward_parts(), *self._backward_parts()])
-                coordinator = PartitionedParameterCoordinator(
-                    stage.options, stage.plan.dp, stage.dtype, order
-                )
+                of_ranks = stage.options, stage.plan.dp, stage.dtype
+                coordinator = PartitionedParameterCoordinator(*of_ranks, order)
                 self.hooks = ModuleHooks(coordinator)
                 self.optimizer = Stage3Optimizer(stage, slots, coordinator)
             case _:
@@ -100,12 +99,11 @@ class DeepSpeedEngine:
         """The backward pass: hooks reduce gradients as they come, or the epilogue does."""
         optimizer, end = self.optimizer, self.trace.end_of_backward.events
         held = [LOSS, *[SCALED] * (optimizer.scales_loss and not self.stage.op_context.scales_loss)]
-        played = [
-            events(part.name, self._hooked(part, older=older, boundary=boundary))
-            for part in self._backward_parts()
-        ]
+        hooked = partial(self._hooked, older=older, boundary=boundary)
+        played = [events(part.name, hooked(part)) for part in self._backward_parts()]
         reduced = optimizer.epilogue(older=older, boundary=boundary)
-        left = () if self.hooks is None else self.hooks.coordinator.release_leftovers()
+        held_for = self.hooks.coordinator if self.hooks is not None else None
+        left = () if held_for is None else held_for.release_all(kept=held_for.persistent)
         epilogue = *end[:1], *reduced, *left, *end[1:], *frees(*reversed(held))
         loss = events("backward: loss", allocs(*held))
         return passed(0, "backward", loss, *played, events("backward: epilogue", epilogue))
@@ -135,14 +133,11 @@ class DeepSpeedEngine:
         stage, update = self.stage, self.optimizer.step()
         step = chain("step", *self.micro_batches(), update)
         return RankRecord(
-            rank=self.rank,
-            layers=(range(stage.n_blocks),),
+            rank=self.rank, layers=(range(stage.n_blocks),), step=step, update=(update,),
             rest=stage.rest + Counter([*self.optimizer.states, *self.optimizer.kept]),
-            step=step,
             grads=Counter(self.optimizer.grads),
-            update=(update,),
             program=None if stage.device.on_cpu else partial(self._program, step),
-        )
+        )  # fmt: skip
 
     def _program(self, step: Stretch) -> AllocatorProgram:
         """The rank's allocations and frees from the module's weights on.
@@ -150,8 +145,7 @@ class DeepSpeedEngine:
         In ZeRO-3's first step the first micro-batch records the order of modules.
         """
         optimizer, first_step = self.optimizer, None
-        if self.hooks is not None:
-            self.hooks.coordinator.start_training()
+        if optimizer.starts_training():
             first_step = chain("step", *self.micro_batches(), optimizer.step())
         return AllocatorProgram(
             setup=tuple(self._setup()), step=step, first_step=first_step, kept=Counter(optimizer.kept),

@@ -9,7 +9,7 @@ from typing import Final, final
 from memplan.engines.deepspeed.flat import Partitions, Slot
 from memplan.engines.deepspeed.options import overlaps
 from memplan.engines.deepspeed.stage import DeepSpeedStage
-from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, norms_of, stepped
+from memplan.engines.deepspeed.zero_optimizer import Optimizer, all_reduce, flat_buffer, norms_of, stepped
 from memplan.record import Collective, Event, Overlap, Stretch, allocs, events, frees
 from memplan.shapes import FP32, UINT8, Buffer, buffer_of
 
@@ -43,9 +43,8 @@ class DeepSpeedZeroOptimizer(Optimizer):
         self.flat = flat_buffer("bit16_groups_flat", self.partitions.n_elements, dtype, weights=True)
         self.master = flat_buffer("single_partition_of_fp32_groups", size)
         self.made_in_step = flat_buffer("exp_avg", size), flat_buffer("exp_avg_sq", size)
-        self.ipg_buffers = [
-            buffer_of(f"ipg bucket {i}", (self.bucket_size,), dtype) for i in range(1 + self.overlaps)
-        ]
+        names = ("ipg bucket", "second ipg bucket")[: 1 + self.overlaps]
+        self.ipg_buffers = [buffer_of(name, (self.bucket_size,), dtype) for name in names]
         self.own = self.partitions.slices(rank)
         self.padding = size - sum(self.own.values())
         owned = sum([slot.n_elements for slot in self.own])
@@ -63,21 +62,17 @@ class DeepSpeedZeroOptimizer(Optimizer):
         return [(one, "reduction") for one in held]
 
     def setup(self) -> Iterator[Event]:
-        """The flat copy of the weights, the master partition, and zeros for a moment.
-
-        Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.initialize_optimizer_states`.
-        """
+        """The flat copy of the weights, the master partition, and zeros (`initialize_optimizer_states`)."""
         padding = self.partitions.n_elements - self.slots[-1].end
         pad = buffer_of("alignment", (padding,), self.stage.dtype)
         part = buffer_of("partition", (self.partitions.size,), self.stage.dtype)
         zeros = buffer_of("single_grad_partition", (self.partitions.size,), FP32)
-        yield from allocs(*[pad] * (padding > 0), self.flat)
-        yield from frees(*[pad] * (padding > 0))
-        yield from frees(*[self.stage.weights[slot.parameter] for slot in self.slots])
+        pads, weights = [pad] * (padding > 0), [self.stage.weights[slot.parameter] for slot in self.slots]
+        yield from (*allocs(*pads, self.flat), *frees(*pads, *weights))
         yield from (*allocs(part, self.master), *frees(part), *allocs(zeros), *frees(zeros))
 
     def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
-        """Plays `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.process_gradients`."""
+        """Plays `process_gradients`."""
         if not self.ready_for_gradients:  # setup_buckets
             self.ready_for_gradients = True
             yield from allocs(*self.ipg_buffers)
@@ -101,10 +96,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
         return slot.n_elements > self.bucket_size
 
     def reduce_ipg_grads(self) -> Iterator[Event]:
-        """Reduces the bucket; what is in the rank's partition is copied out of it.
-
-        Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.copy_grads_in_partition`.
-        """
+        """Reduces the bucket; the rank's partition is copied out of it (`copy_grads_in_partition`)."""
         ranges = self.partitions.ranges(self.bucket)
         yield from self.reduced(ranges, self.bucket_size, self.overlap)
         for slot in self.bucket:
@@ -120,8 +112,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
     def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
         """Reduces the rest; a partition's gradients are added to an earlier micro-batch's.
 
-        Source: `deepspeed.runtime.engine:DeepSpeedEngine.allreduce_gradients`,
-        `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue`.
+        Plays `independent_gradient_partition_epilogue`, and ZeRO-1's `reduce_gradients`.
         """
         if not (self.partition_gradients or boundary):
             return
@@ -138,7 +129,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
         self.has_partition = False
 
     def step(self) -> Stretch:
-        """Plays `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step`."""
+        """Plays `DeepSpeedZeroOptimizer.step`."""
         size = self.partitions.size
         flat = buffer_of("flat_grad_partition", (size,), self.stage.dtype)
         single = buffer_of("single_grad_partition", (size,), FP32)
@@ -147,9 +138,8 @@ class DeepSpeedZeroOptimizer(Optimizer):
         flattening = [flat] if n_tensors > 1 else []
         scaled = buffer_of("scaled_global_grad_norm", (), FP32)
         before = *allocs(scaled, GLOBAL_NORM, *flattening, single), *frees(*flattening, *grads)
-        gathered = Collective(
-            kind="all_gather", axis="dp", what="gather updated weights", payload_bytes=self.flat.n_bytes
-        )
+        what = "gather updated weights"
+        gathered = Collective(kind="all_gather", axis="dp", what=what, payload_bytes=self.flat.n_bytes)
         return stepped(
             events("norm of gradients", self._norm()),
             events("gradients in float32", before),
@@ -157,11 +147,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
         )
 
     def _norm(self) -> Iterator[Event]:
-        """The overflow flag, and the norm of each slice of a gradient, in float64.
-
-        Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.has_overflow`,
-        `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_grad_norm_direct`.
-        """
-        yield Collective(kind="all_reduce", axis="dp", what="overflow flag", payload_bytes=UINT8.itemsize)
+        """The overflow flag, and the norm of each slice of a gradient (`get_grad_norm_direct`)."""
+        yield all_reduce("overflow flag", UINT8.itemsize)
         yield from norms_of(self.stage, self.own.values())
-        yield Collective(kind="all_reduce", axis="dp", what="norm of gradients", payload_bytes=FP32.itemsize)
+        yield all_reduce("norm of gradients", FP32.itemsize)

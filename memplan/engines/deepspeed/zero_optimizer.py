@@ -39,6 +39,10 @@ class Optimizer(ABC):
         """The buffers that are allocated on other streams, each with its stream."""
         return ()
 
+    def starts_training(self) -> bool:
+        """Goes back to before the first step; whether that step differs beyond `made_in_step`."""
+        return False
+
     @abstractmethod
     def setup(self) -> Iterator[Event]:
         """What `deepspeed.initialize` allocates and frees, the module's weights being there."""
@@ -69,11 +73,13 @@ class Optimizer(ABC):
             copies = [flat] if len(call) > 1 else []
             self.flattened += copies
             yield from allocs(*copies)
-            yield Collective(
-                kind="all_reduce", axis="dp", what="reduce gradients",
-                payload_bytes=flat.n_bytes, overlap=overlap,
-            )  # fmt: skip
+            yield all_reduce("reduce gradients", flat.n_bytes, overlap)
             yield from frees(*copies)
+
+
+def all_reduce(what: str, n_bytes: int, overlap: Overlap = "nothing") -> Collective:
+    """An all-reduce over the data-parallel ranks."""
+    return Collective(kind="all_reduce", axis="dp", what=what, payload_bytes=n_bytes, overlap=overlap)
 
 
 def flat_buffer(name: str, n_elements: int, dtype: DType = FP32, *, weights: bool = False) -> Buffer:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 from memplan import Plan
 from memplan.engines.deepspeed.options import DEEPSPEED_VERSION, OF_STAGE_3, deepspeed_options
 from memplan.errors import MemplanError, PlanRefused
+from memplan.models import Decoder
 from validate.cases import Case
 from validate.standin import materialised
 from validate.systems import Training
 from validate.systems.deepspeed.patches import without_kernels
-from validate.systems.torch.modules import Transformer, token_loss
-from validate.systems.torch.parallelize import stage_module
+from validate.systems.torch import modules
+from validate.systems.torch.modules import Transformer, rotations, token_loss
+from validate.systems.torch.parallelize import stage_module, torch_dtype
 from validate.systems.torch.passes import batch
 
 MASTERS: Final = {
@@ -139,21 +142,25 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         )
     if case.device != "nogpu" or case.rank is None:
         raise PlanRefused(
-            "engine='deepspeed' runs one rank on a GPU that is not there; use --device nogpu and --rank 0."
+            "engine='deepspeed' is run without a GPU, one rank of a world; use the suite gpu-deepspeed with "
+            "--device nogpu."
         )
+    if not isinstance(case.model, Decoder):
+        raise PlanRefused(f"{case.model.name}: DeepSpeed is run with memplan's own models; use llama-3-8b.")
     plan, at = case.plan, case.plan.place(rank)
     os.environ.update(_ranks(plan, rank))
-    module = _module(case, device)
+    config = configuration(plan, case.learning_rate)
     with without_kernels():
         import deepspeed
 
         deepspeed.init_distributed("nccl", verbose=False, dist_init_required=False)
+        module = _module(case.model, plan, device, config)
         engine, *_ = deepspeed.initialize(
             model=module,
-            config=configuration(plan, case.learning_rate),
+            config=config,
             model_parameters=[one for one in module.parameters() if one.requires_grad],
         )
-    tokens, targets = batch(case.model, plan, at, seed=case.seed, device=device)  # type: ignore[arg-type]
+    tokens, targets = batch(case.model, plan, at, seed=case.seed, device=device)
     return DeepSpeedTraining(engine, plan, tokens, targets)
 
 
@@ -169,10 +176,27 @@ def _ranks(plan: Plan, rank: int) -> dict[str, str]:
     }
 
 
-def _module(case: Case, device: torch.device) -> nn.Module:
-    """The model in the type that DeepSpeed is to make it, on the device."""
-    plan = case.plan
-    made: Transformer = stage_module(case.model, plan, 0, seed=None, device=torch.device("meta"))  # type: ignore[arg-type]
+def _module(model: Decoder, plan: Plan, device: torch.device, config: dict[str, Any]) -> nn.Module:
+    """The model in the type that DeepSpeed makes it, on the device; under ZeRO-3 in partitions."""
+    half = torch_dtype(plan.formats.compute)
+    if plan.zero == 3:
+        made = _partitioned(model, plan, device, config)
+    else:
+        made = stage_module(model, plan, 0, seed=None, device=torch.device("meta"))
     made.recompute, made.recompute_blocks = plan.recompute, plan.recompute_blocks
-    half = made.bfloat16() if plan.formats.compute.name == "bfloat16" else made.half()
-    return materialised(half, device)
+    return materialised(made.bfloat16() if half == torch.bfloat16 else made.half(), device)
+
+
+def _partitioned(model: Decoder, plan: Plan, device: torch.device, config: dict[str, Any]) -> Transformer:
+    """The model made under `zero.Init`, which would make rotary angles in 16 bits: they are made before."""
+    import deepspeed
+
+    theta = getattr(model, "rope_theta", None)
+    angles = None if theta is None else rotations(plan.seq_len, model.d_head, theta, device)
+    half = torch_dtype(plan.formats.compute)
+    with (
+        deepspeed.zero.Init(config_dict_or_path=config, dtype=half),
+        device,
+        patch.object(modules, "rotations", lambda *_: angles),
+    ):
+        return Transformer(model, range(model.n_layers), seq_len=plan.seq_len)
