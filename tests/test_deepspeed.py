@@ -120,11 +120,22 @@ CONFIGURATION: dict[str, Any] = {
 
 
 def test_a_configuration_is_a_plan():
-    found = read_configuration(CONFIGURATION).on_ranks(8)
+    found = read_configuration(CONFIGURATION, GPT).on_ranks(8)
     told = {"engine": "deepspeed", "zero": 2, "overlap_comm": True, "reduce_bucket_size": 50_000_000}
     told |= {"micro_batch": 2, "global_batch": 48, "clip_grad_norm": 1.0, "precision": "bf16-mixed"}
     assert told.items() <= found.items()
     memplan.estimate(GPT, cluster="8xh100-sxm", seq_len=32, **found)
+
+
+def test_auto_is_what_the_trainer_fills_in_and_a_stage_leaves_others_keys_unread():
+    section = {"stage": 3, "overlap_comm": True, "sub_group_size": 1e9, "stage3_max_live_parameters": 1e9}
+    section |= dict.fromkeys(("reduce_bucket_size", "stage3_param_persistence_threshold"), "auto")
+    found = read_configuration(CONFIGURATION | {"zero_optimization": section}, GPT).keywords
+    d = GPT.d_model
+    assert (found["reduce_bucket_size"], found["stage3_param_persistence_threshold"]) == (d * d, 10 * d)
+    section["stage"] = 2
+    found = read_configuration(CONFIGURATION | {"zero_optimization": section}, GPT).keywords
+    assert not [name for name in found if name.startswith("stage3") or name == "sub_group_size"]
 
 
 @pytest.mark.parametrize("n,micro_batch,global_batch", [(None, 2, 16), (4, 1, 32)])
@@ -132,8 +143,19 @@ def test_batches_are_completed_as_deepspeed_does(n, micro_batch, global_batch):
     values = {key: value for key, value in CONFIGURATION.items() if "train" not in key and "grad" not in key}
     values |= {"train_micro_batch_size_per_gpu": 2} if n is None else {"train_batch_size": 32}
     values |= {} if n is None else {"gradient_accumulation_steps": n}
-    found = read_configuration(values).on_ranks(8)
+    found = read_configuration(values, GPT).on_ranks(8)
     assert (found["micro_batch"], found["global_batch"]) == (micro_batch, global_batch)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_an_estimate_takes_a_configuration_as_a_dict_or_a_file(tmp_path, as_file):
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(CONFIGURATION))
+    given = file if as_file else CONFIGURATION
+    found = memplan.estimate(GPT, cluster="8xh100-sxm", seq_len=32, deepspeed=given)
+    assert (found.plan.engine, found.plan.zero, found.plan.n_micro_batches) == ("deepspeed", 2, 3)
+    with pytest.raises(MemplanError, match=r"^zero=1 contradicts the DeepSpeed configuration.*; leave one"):
+        memplan.estimate(GPT, cluster="8xh100-sxm", seq_len=32, deepspeed=given, zero=1)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -152,7 +174,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("changed,said", WRONG, ids=[said for _, said in WRONG])
 def test_what_a_configuration_says_wrongly_is_named(changed, said):
     with pytest.raises(MemplanError, match=re.escape(said)):
-        read_configuration(CONFIGURATION | changed).on_ranks(8)
+        read_configuration(CONFIGURATION | changed, GPT).on_ranks(8)
 
 
 def test_an_export_reads_back_as_the_plan(tmp_path):

@@ -4,7 +4,7 @@ Source: `deepspeed.runtime.config:DeepSpeedConfig`, `deepspeed.runtime.zero.conf
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Final, final
 
 from memplan.engines.options import plan_dict
@@ -21,8 +21,22 @@ HARMLESS: Final = frozenset({
 })  # fmt: skip
 """Keys that change no byte of a step."""
 
-OF_ZERO: Final = ("stage", "overlap_comm", "reduce_bucket_size")
-"""Keys of `zero_optimization` that a plan has."""
+OF_ZERO: Final = ("overlap_comm", "reduce_bucket_size")
+OF_STAGE_3: Final = (
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
+    *("stage3_max_reuse_distance", "sub_group_size"),
+)
+"""Keys of `zero_optimization` that a plan has, and those that only its stage 3 reads."""
+
+AUTO: Final[Mapping[str, Callable[[int], int]]] = {
+    "reduce_bucket_size": lambda d_model: d_model * d_model,
+    "stage3_prefetch_bucket_size": lambda d_model: int(0.9 * d_model * d_model),
+    "stage3_param_persistence_threshold": lambda d_model: 10 * d_model,
+}
+"""What "auto" stands for as transformers' Trainer fills it in.
+
+Source: transformers.integrations.deepspeed (`HfTrainerDeepSpeedConfig.trainer_config_finalize`).
+"""
 
 AT_DEFAULT: Final[Mapping[str, Any]] = {
     "contiguous_gradients": True,
@@ -35,14 +49,17 @@ AT_DEFAULT: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("zero_quantized_gradients", "cpu_offload", "cpu_offload_param"), False),
     **dict.fromkeys(("offload_optimizer", "offload_param", "zenflow", "mics_shard_size"), None),
     "zero_hpz_partition_size": 1,
+    **dict.fromkeys(("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"), False),
+    "stage3_module_granularity_threshold": 0,
 }
 """Keys of `zero_optimization` with the only value that has a rule; `{"device": "none"}` is None."""
 
 NO_BYTES: Final = frozenset({
-    *("allgather_bucket_size", "load_from_fp32_weights", "elastic_checkpoint", "sub_group_size"),
-    *("legacy_stage1", "log_trace_cache_warnings"),
+    *("allgather_bucket_size", "load_from_fp32_weights", "elastic_checkpoint", "legacy_stage1"),
+    *("log_trace_cache_warnings", "stage3_gather_16bit_weights_on_model_save"),
+    "stage3_gather_fp16_weights_on_model_save",
 })  # fmt: skip
-"""Keys of `zero_optimization` that change no byte of a step of ZeRO-0 to 2; nor do those of stage 3."""
+"""Keys of `zero_optimization` that change no byte of a step."""
 
 PRECISIONS: Final = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 OPTIMIZERS: Final = {"adam": "adam", "adamw": "adamw"}
@@ -67,8 +84,8 @@ class DeepSpeedLauncher(Launcher):
     def text(self, job: Job, notes: tuple[str, ...]) -> str:
         plan = job.estimate.plan
         options = plan_dict(plan)
-        zero = {"stage": plan.zero}
-        zero |= {name: options[name] for name in OF_ZERO[1:]} if plan.zero else {}
+        told = _read_by(plan.zero)
+        zero = {"stage": plan.zero} | {name: options[name] for name in told if options[name] is not None}
         half = next(word for word, precision in PRECISIONS.items() if precision == plan.precision)
         optimizer = {"adam": "Adam", "adamw": "AdamW"}[plan.optimizer]
         values = {
@@ -87,11 +104,11 @@ class DeepSpeedLauncher(Launcher):
             values = json.loads(text)
         except ValueError as error:
             raise InvalidValue(f"is no JSON: {error}; use one object of DeepSpeed's keys.") from None
-        return read_configuration(values)
+        return read_configuration(values, model)
 
 
-def read_configuration(values: Any) -> Read:
-    """The keywords of a DeepSpeed configuration.
+def read_configuration(values: Any, model: Model) -> Read:
+    """The keywords of a DeepSpeed configuration for a model, whose width "auto" depends on.
 
     Raises:
         InvalidValue, UnknownName: a key that DeepSpeed does not know, or that no rule covers.
@@ -100,7 +117,7 @@ def read_configuration(values: Any) -> Read:
         raise InvalidValue(f"{shown_value(values)} is no DeepSpeed configuration; use an object of its keys.")
     _check_names("key of a DeepSpeed configuration", values, {*BATCH, *SECTIONS, *HARMLESS})
     keywords: dict[str, Any] = {"engine": "deepspeed", "precision": _precision(values)}
-    keywords |= _zero(_section(values, "zero_optimization"))
+    keywords |= _zero(_section(values, "zero_optimization"), model)
     if clip := values.get("gradient_clipping", 0.0):
         keywords["clip_grad_norm"] = clip
     keywords["optimizer"] = _optimizer(_section(values, "optimizer"))
@@ -145,9 +162,10 @@ def _precision(values: Mapping[str, Any]) -> str:
     return PRECISIONS[on[0]]
 
 
-def _zero(section: Mapping[str, Any]) -> dict[str, Any]:
-    stage3 = {name for name in section if name.startswith("stage3_")}
-    _check_names("key of zero_optimization", section, {*OF_ZERO, *AT_DEFAULT, *NO_BYTES, *stage3})
+def _zero(section: Mapping[str, Any], model: Model) -> dict[str, Any]:
+    _check_names(
+        "key of zero_optimization", section, {"stage", *OF_ZERO, *OF_STAGE_3, *AT_DEFAULT, *NO_BYTES}
+    )
     for name, usual in AT_DEFAULT.items():
         value = section.get(name, usual)
         value = None if isinstance(value, Mapping) and value.get("device") == "none" else value
@@ -157,13 +175,18 @@ def _zero(section: Mapping[str, Any]) -> dict[str, Any]:
                 "leave it out."
             )
     found: dict[str, Any] = {"zero": section.get("stage", 0)}
-    if found["zero"] == 0:
-        return found
-    for name in OF_ZERO[1:]:
-        value = section.get(name)
-        if value not in (None, "auto"):
+    for name in [name for name in _read_by(found["zero"]) if section.get(name) is not None]:
+        value = section[name]
+        if value == "auto" and name in AUTO:
+            value = AUTO[name](model.d_model)
+        if value != "auto":
             found[name] = int(value) if isinstance(value, float) and value.is_integer() else value
     return found
+
+
+def _read_by(stage: Any) -> tuple[str, ...]:
+    """The keys of a plan's options that a stage reads."""
+    return () if not stage else (*OF_ZERO, *OF_STAGE_3) if stage == 3 else OF_ZERO
 
 
 def _optimizer(section: Mapping[str, Any]) -> str:

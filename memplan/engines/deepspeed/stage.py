@@ -62,15 +62,10 @@ class DeepSpeedStage(ModelStage):
 
     @cached_property
     def rest(self) -> Alive:
-        """What is alive between steps beside the optimizer's flat tensors.
-
-        FusedAdam keeps a flag of overflows.
-
-        Source: `deepspeed.ops.adam.fused_adam:FusedAdam.__init__`.
-        """
+        """What is alive between steps beside the optimizer's flat tensors."""
         frozen = [self.weights[one] for one in self.parameters() if not one.requires_grad]
         workspaces = [workspace for _, workspace in self.workspaces]
         return Counter([*frozen, *self.inputs, *self.buffers, *workspaces, OVERFLOW_BUFFER])
 
 
-OVERFLOW_BUFFER: Final = buffer_of("_dummy_overflow_buf", (1,), INT32)
+OVERFLOW_BUFFER: Final = buffer_of("_dummy_overflow_buf", (1,), INT32)  # of FusedAdam
