@@ -103,8 +103,10 @@ def _zero3_product(x: Tensor, weight: Parameter, bias: Parameter | None, name: s
         grad.tape.product(grad_x)
         grad_w = grad.tape.grad_of(1, w_shape, dtype, is_view=True)
         grad.tape.product(grad_w)
-        rows = Tensor(grad.tape, (n_rows, n_out), grad.dtype, grad.storage)
-        return grad_x, grad_w, *([] if b is None else [Expanded(rows, (n_out,), dtype)])
+        if b is None:
+            return grad_x, grad_w
+        grad_b = grad.tape.summed("grad", (n_out,), dtype, n_rows, along_rows=True)
+        return grad_x, grad_w, grad_b
 
     y.node = tape.node((x.node, w.node, *([] if b is None else [b.node])), (x, w), backward)
     return y
