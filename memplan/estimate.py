@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, prod
@@ -14,7 +14,7 @@ from memplan.device import CPU, H100, Device, DeviceType
 from memplan.engines.base import ENGINES, Confirmation, Engine, RankRecord
 from memplan.engines.checks import check_plan
 from memplan.engines.options import EngineOptions, plan_dict, plan_of, shows
-from memplan.errors import ContradictoryEstimate, InvalidValue, MemplanError
+from memplan.errors import ContradictoryEstimate, InvalidValue, MemplanError, shown_value
 from memplan.hardware import (
     Cluster,
     Interval,
@@ -667,6 +667,7 @@ def estimate(
     clip_grad_norm: float | None = None,
     loss_chunks: int = 1,
     engine: str = "torch",
+    deepspeed: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
     margin: float | None = None,
@@ -707,15 +708,17 @@ def estimate(
         offload: weights, gradients and optimizer state are kept on the host (FSDP).
         clip_grad_norm: the largest norm of the whole gradient; left out, not clipped.
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
-        engine: "torch", "megatron" (Megatron-Core), or "textbook": the papers' closed forms, for teaching;
-            they give no verdict; or one that another package has registered.
+        engine: "torch"; "deepspeed": DeepSpeed's ZeRO-0 to 3; "megatron": Megatron-Core; "textbook": the
+            papers' closed forms, for teaching, which give no verdict; or one of another package's.
+        deepspeed: a DeepSpeed configuration, as a dict or the path of its JSON: the options of
+            engine="deepspeed"; what it says is not said again.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
         device: "cuda" or "cpu", whose rules apply; left out, the cluster's, and "cuda" without one. "cpu" is
             what `python -m validate` measures on processes of this machine.
         cache: whether the trace of a config.json is kept in the user's cache folder, or made anew.
-        **options: the engine's own options, here those of "torch", then those of "megatron"; `memplan
+        **options: the engine's own options, here those of "torch", "deepspeed" and "megatron"; `memplan
             estimate --engine NAME -h` lists one engine's.
             fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
             fsdp_blocks: blocks in a row that share a unit.
@@ -733,6 +736,13 @@ def estimate(
             bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
             ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
             torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
+            overlap_comm: DeepSpeed communicates on other streams; left out, with zero=3 only.
+            reduce_bucket_size: elements of gradients that DeepSpeed reduces at a time.
+            stage3_prefetch_bucket_size: elements of weights that ZeRO-3 gathers ahead.
+            stage3_param_persistence_threshold: weights of at most so many elements stay gathered.
+            stage3_max_live_parameters: gathered elements beyond which nothing is prefetched.
+            stage3_max_reuse_distance: weights that are used within so many elements again stay gathered.
+            sub_group_size: elements of a partition that ZeRO-3 updates at a time.
             alloc_conf: the caching allocator's settings, as in "expandable_segments:True".
             transformer_impl: Megatron's layers: "transformer_engine", or its own, "local".
             attention_backend: Transformer Engine's attention: "flash", "fused", "unfused", or "auto".
@@ -773,7 +783,36 @@ def estimate(
     if seq_len is None:
         asked["seq_len"] = model.usual_seq_len
         model = replace(model, remarks=(*model.remarks, *model.usual_seq_len_said))
-    return estimate_plan(model, plan_of(**asked, **options), cluster, device)
+    told: dict[str, Any] = {**asked, **options}
+    if deepspeed is not None:
+        told = _with_configuration(deepspeed, model, told)
+    return estimate_plan(model, plan_of(**told), cluster, device)
+
+
+def _with_configuration(
+    deepspeed: Mapping[str, Any] | str | os.PathLike[str], model: Model, told: dict[str, Any]
+) -> dict[str, Any]:
+    """The keywords with what a DeepSpeed configuration says.
+
+    Raises:
+        InvalidValue: for a keyword that says something else.
+    """
+    from memplan import launchers
+
+    if isinstance(deepspeed, Mapping):
+        found = launchers.read_configuration(deepspeed, model)
+    else:
+        found = launchers.read(deepspeed, "deepspeed", model)
+    said = found.on_ranks(told["dp"])
+    usual = {name: field.default for name, field in Plan.__dataclass_fields__.items()}
+    for name, value in said.items():
+        given = told.get(name, usual.get(name, value))
+        if given not in (value, usual.get(name, value)):
+            raise InvalidValue(
+                f"{name}={shown_value(given)} contradicts the DeepSpeed configuration, which says "
+                f"{name}={shown_value(value)}; leave one of them out."
+            )
+    return told | said
 
 
 def _dp_left(cluster: Cluster | None, n_other: int) -> int:

@@ -73,6 +73,25 @@ def reduction_scratch(
     return ReductionScratch(4 * n_outputs * blocks * shares, 4 * grid)
 
 
+def norm_scratch(device: Device, n_elements: int, *, itemsize: int = 8) -> tuple[int, ...]:
+    """Bytes of each scratch buffer of a tensor's norm, in float64 by default; empty if it needs none.
+
+    Tensors of 2 GiB or more are halved for 32-bit indices.
+
+    >>> from memplan.device import H100
+    >>> norm_scratch(H100, 349_446_656), norm_scratch(H100, 512)
+    ((10672, 4), ())
+
+    Source: aten/src/ATen/native/cuda/Reduce.cuh (`gpu_reduce_kernel`: `with_32bit_indexing`).
+    """
+    if device.on_cpu:
+        return ()
+    while n_elements * itemsize >= 2**31:
+        n_elements -= n_elements // 2
+    found = reduction_scratch(device, 1, n_elements, along_rows=False)
+    return () if found is None else (found.sums_bytes // 4 * itemsize, found.counters_bytes)
+
+
 def _power_of_two_in(n: int) -> int:
     """The largest power of two up to n, at least 1."""
     return 1 << max(n, 1).bit_length() - 1

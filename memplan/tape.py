@@ -101,6 +101,7 @@ class OpContext:
     sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
     `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
     `recomputes_outputs`: a checkpoint is reentrant: it computes its region's output again too, and holds it.
+    `hooks_modules`: modules have hooks, and linears are ZeRO-3's.
     """
 
     device: Device = H100
@@ -122,6 +123,7 @@ class OpContext:
     torch_release: Release = (2, 13)
     keeps_wide_grads: bool = False
     recomputes_outputs: bool = False
+    hooks_modules: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:

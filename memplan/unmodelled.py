@@ -192,25 +192,6 @@ ROWS: Final = (
         },
     ),
     NotModelled(
-        "DeepSpeed",
-        "divides gradients and optimizer state as flat buffers, with buckets and gathers of its own",
-        "use engine='torch' with the same zero, which divides the same states in PyTorch's formats and "
-        "buffers",
-        keywords="deepspeed",
-        values={
-            "engine": "deepspeed deepspeed-zero zero-infinity",
-        },
-    ),
-    NotModelled(
-        "Megatron-LM",
-        "has kernels, gradient buffers and a distributed optimizer of its own",
-        "use engine='torch' with the same tp, pp and zero=1, which divides weights equally, in other buffers",
-        keywords="megatron",
-        values={
-            "engine": "megatron megatron-lm megatron-core mcore nemo",
-        },
-    ),
-    NotModelled(
         "FairScale",
         "has optimizers and buckets of its own",
         "use zero=2 or 3 with fsdp_version=1: PyTorch's FullyShardedDataParallel, which came from it",

@@ -214,8 +214,6 @@ ASKED = [
     (["--optimizer", "Lion"], {"optimizer": "Lion"}, "optimizer='Lion'"),
     (["--optimizer", "muon"], {"optimizer": "muon"}, "optimizer='muon'"),
     (["--lora-rank", "8"], {"lora_rank": 8}, "lora_rank"),
-    (["--engine", "deepspeed"], {"engine": "deepspeed"}, "engine='deepspeed'"),
-    (["--engine", "megatron"], {"engine": "megatron"}, "engine='megatron'"),
     (["--engine", "fairscale"], {"engine": "fairscale"}, "engine='fairscale'"),
 ]
 

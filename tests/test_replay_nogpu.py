@@ -68,6 +68,7 @@ EXPECTED = {
     "a100-divided": (59, (58, 54, 54), (0.0036, 0.0036, 0.046)),  # when DTensors' updates are freed
     "a100-fsdp1": (56, (56, 55, 50), (0, 0.0003, 0.015)),  # tied models' setup is a guess; offload
     "h100-fsdp1": (56, (56, 55, 50), (0, 0.0003, 0.015)),
+    "h100-deepspeed": (66, (65, 65, 65), (0.043, 0.043, 0.04)),  # GPT-3 175B under ZeRO-3
     "a100-frontier": (87, (87, 87, 87), EXACT),
     "h100-frontier": (89, (89, 89, 89), EXACT),
     "b200-frontier": (89, (89, 89, 89), EXACT),
@@ -101,7 +102,8 @@ def test_states_and_collectives_are_exact(name):
 @pytest.mark.parametrize("name", FILES)
 def test_records_are_predicted_by_the_rules_of_the_pytorch_that_ran(name):
     for record in FILES[name]:
-        assert record.environment["torch"].startswith(f"{record.case['plan']['torch_version']}.")
+        asked = record.case["plan"].get("torch_version", "2.13")  # DeepSpeed's engine knows one release
+        assert record.environment["torch"].startswith(f"{asked}.")
 
 
 @pytest.mark.parametrize("name", LIMITED)

@@ -35,7 +35,7 @@ from memplan.checks import checked_count
 from memplan.cli.flags import PlanCommand, plan_options
 from memplan.cli.program import SETTINGS, Commands, command_line
 from memplan.engines.checks import check_plan
-from memplan.engines.options import plan_of, with_said
+from memplan.engines.options import plan_fields, plan_of, with_said
 from memplan.files import shown_path
 from memplan.text_tables import printable
 from memplan.units import human_bytes
@@ -463,7 +463,9 @@ def _chosen(cases_of: Rounds, only: str, where: Where | None, part: str, suite: 
 
 
 def _as_installed(case: Case) -> Case:
-    """The case under the rules of the PyTorch that runs it."""
+    """The case under the rules of the PyTorch that runs it, where its engine knows several."""
+    if "torch_version" not in plan_fields(case.plan.engine):
+        return case
     return replace(case, plan=with_said(case.plan, torch_version=installed_version()))
 
 

@@ -393,6 +393,11 @@ def _not_default(value: Any) -> dict[str, Any]:
     return {field.name: known[field.name] for field in fields(value) if known[field.name] != field.default}
 
 
+def option(plan: Plan, name: str, otherwise: Any) -> Any:
+    """The value of an option of the plan's engine; `otherwise` if it has none of this name."""
+    return plan_dict(plan).get(name, otherwise)
+
+
 WORDS: Final = (
     *("mb", "recompute", "first", "layers", "units", "blocks", "offload", "impl", "clip", "set-to-none"),
     *("bucket-view", "static-graph", "bucket", "hook", "chunks", "torch"),

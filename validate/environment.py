@@ -4,6 +4,7 @@ import platform
 import subprocess
 from dataclasses import asdict
 from functools import cache
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,8 @@ def environment(case: Case) -> dict[str, Any]:
     `device` is "cpu", "nogpu", or the name of the GPU that it ran on, of which `gpu` says more.
     """
     around = surroundings(gpus_of(case)) | {"backend": case.backend}
+    if case.plan.engine != "torch":
+        around |= {case.plan.engine: package_version(case.plan.engine)}
     return around | {"tensors": fake.MEANING} if case.tensors == "fake" else around
 
 

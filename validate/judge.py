@@ -9,9 +9,8 @@ from dataclasses import asdict, fields, replace
 from threading import Lock
 from typing import Any, Final
 
-from memplan.engines.torch.options import torch_options
 from memplan.errors import MemplanError, MissingRule
-from validate.cases import Case
+from validate.cases import Case, option
 from validate.collectives import Collective
 from validate.launch import Ended, run_case
 from validate.measure import Memory, RankMeasurement, States
@@ -218,7 +217,9 @@ def _training_errors(
 ) -> tuple[float | None, float | None, str]:
     if not case.computes:
         return None, None, ""
-    exact = POWERSGD_FIRST_STEP + 1 if torch_options(case.plan).ddp_comm_hook == "powersgd" else len(losses)
+    exact = (
+        POWERSGD_FIRST_STEP + 1 if option(case.plan, "ddp_comm_hook", "none") == "powersgd" else len(losses)
+    )
     start = losses[exact - 1] if exact < len(losses) else losses[0]
     if not all(map(math.isfinite, losses)) or losses[-1] >= start:
         return None, None, f"the loss does not fall: {start:.4g} to {losses[-1]:.4g}"
@@ -234,7 +235,7 @@ def _training_errors(
 
 
 def _complaint(case: Case, loss_error: float, gradient_error: float) -> str:
-    precision, hook = case.plan.precision, torch_options(case.plan).ddp_comm_hook
+    precision, hook = case.plan.precision, option(case.plan, "ddp_comm_hook", "none")
     compressed, compute = COMPRESSION_TOLERANCES[hook], case.plan.formats.compute.name
     for what, error, tolerance in (
         ("a step's loss", loss_error, LOSS_TOLERANCES[compute] + compressed),

@@ -24,12 +24,11 @@ from typing import Final, Self, cast
 import torch
 import torch.distributed as dist
 
-from memplan.engines.torch.options import torch_options
 from memplan.errors import MemplanError, PlanRefused
 from memplan.hardware import gpu
 from memplan.units import KiB
 from validate.attribution import comparison
-from validate.cases import Case, RunsOn
+from validate.cases import Case, RunsOn, option
 from validate.fake import without_data
 from validate.forkserver import SAID_BYTES, End, Forked, ForkServer, ended
 from validate.measure import NewProfile, Prepare, RankMeasurement, measured_rank, settled
@@ -164,7 +163,7 @@ def take_gpu(device: torch.device, case: Case) -> None:
     if torch.cuda._is_in_bad_fork():
         raise RuntimeError("the fork server has used CUDA, which does not survive a fork")
     torch.cuda.set_device(device)
-    if conf := torch_options(case.plan).alloc_conf:
+    if conf := option(case.plan, "alloc_conf", ""):
         torch.cuda.memory._set_allocator_settings(conf)
     if case.limit_bytes is not None:
         total_bytes = torch.cuda.get_device_properties(device).total_memory

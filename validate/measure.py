@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from memplan.engines.torch.options import torch_options
 from memplan.plan import Rank
 from memplan.snapshot import Block, MemoryEvent
 from validate.blocks import alive_after
-from validate.cases import Case
+from validate.cases import Case, option
 from validate.collectives import Collective, CollectiveCounter
 from validate.gloo import let_ranks_go_first, nothing_held_after_waits
 from validate.memory import (
@@ -209,12 +208,13 @@ def n_warm_up(case: Case) -> int:
     With data one more step follows before memory is observed, in which PowerSGD allocates its state; without
     data that step counts here.
     """
-    options = torch_options(case.plan)
+    static_graph: bool = option(case.plan, "static_graph", False)
     if case.tensors == "real":
-        return WARM_UP_STEPS + options.static_graph
+        return WARM_UP_STEPS + static_graph
     if not case.plan.ddp:
         return 1
-    return WARM_UP_STEPS + options.static_graph + (options.ddp_comm_hook == "powersgd")
+    compresses: bool = option(case.plan, "ddp_comm_hook", "none") == "powersgd"
+    return WARM_UP_STEPS + static_graph + compresses
 
 
 def settled() -> None:

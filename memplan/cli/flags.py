@@ -113,7 +113,7 @@ METAVARS: Final[dict[type[Field], str]] = {
 
 GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "Model and cluster": (
-        *("torchtitan", "accelerate", "megatron", "blocks", "implementation"),
+        *("torchtitan", "accelerate", "deepspeed", "megatron", "blocks", "implementation"),
         "cache",
         "cluster",
         "most_gpus",
@@ -151,6 +151,8 @@ def _plan_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
     match field:
         case Flag() if default:
             return click.option(f"{flag}/--no{flag[1:]}", **told)
+        case Flag(optional=True):
+            return click.option(f"{flag}/--no{flag[1:]}", default=None, help=field.help)
         case Flag():
             return click.option(flag, is_flag=True, help=field.help)
         case Choice() | Registered():

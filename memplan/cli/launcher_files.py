@@ -8,10 +8,11 @@ from click.core import ParameterSource
 
 from memplan.cli.program import Refused
 from memplan.engines.options import option_fields
+from memplan.hardware import resolve_cluster
 from memplan.launchers import read
 from memplan.models import Model, resolve
 
-LAUNCHERS: Final = ("torchtitan", "accelerate", "megatron")
+LAUNCHERS: Final = ("torchtitan", "accelerate", "deepspeed", "megatron")
 """The launchers whose files are read."""
 
 
@@ -46,12 +47,21 @@ def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str | Model, di
         for note in found.notes:
             click.echo(f"Note: {note}", err=True)
         given = {key for key in asked if context.get_parameter_source(key) is ParameterSource.COMMANDLINE}
-        if "engine" in found.keywords:
-            others = option_fields(asked["engine"])
-            asked = {key: value for key, value in asked.items() if key not in others or key in given}
-        asked |= {key: value for key, value in found.keywords.items() if key not in {*given, "model"}}
-        if model is None:
-            return found.keywords["model"], asked
+        said = found.on_ranks(_n_replicas(asked))
+        if said.get("engine", asked["engine"]) != asked["engine"] and "engine" not in given:
+            others = set(option_fields(asked["engine"])) - given  # the defaults of another engine
+            asked = {key: value for key, value in asked.items() if key not in others}
+        asked |= {key: value for key, value in said.items() if key not in {*given, "model"}}
+        if model is None and "model" in said:
+            return said["model"], asked
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.", context)
     return model, asked
+
+
+def _n_replicas(asked: dict[str, Any]) -> int:
+    """The replicas that the flags ask for: `--dp`, or what the cluster has left."""
+    if asked.get("dp") is not None:
+        return int(asked["dp"])
+    where = resolve_cluster(asked.get("cluster"))
+    return 1 if where is None else where.n_gpus

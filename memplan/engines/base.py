@@ -298,6 +298,7 @@ ENGINES: Final = Registry(
     kind=Engine,  # type: ignore[type-abstract]
     own={
         "torch": "memplan.engines.torch:TORCH",
+        "deepspeed": "memplan.engines.deepspeed:DEEPSPEED",
         "megatron": "memplan.engines.megatron:MEGATRON",
         "textbook": "memplan.engines.textbook:TEXTBOOK",
     },

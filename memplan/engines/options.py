@@ -41,6 +41,13 @@ class EngineOptions(TypedDict, total=False):
     bucket_cap_bytes: int | None
     ddp_comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
     torch_version: Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
+    overlap_comm: bool | None
+    reduce_bucket_size: int
+    stage3_prefetch_bucket_size: int
+    stage3_param_persistence_threshold: int
+    stage3_max_live_parameters: int
+    stage3_max_reuse_distance: int
+    sub_group_size: int
     alloc_conf: str
     transformer_impl: Literal["transformer_engine", "local"]
     attention_backend: Literal["auto", "flash", "fused", "unfused"]

@@ -6,5 +6,6 @@ keywords of `memplan.estimate`. Another package adds a launcher by an entry poin
 """
 
 from memplan.launchers.base import LAUNCHERS, Export, Launcher, Read, exported, read, targets
+from memplan.launchers.deepspeed import read_configuration
 
-__all__ = ["LAUNCHERS", "Export", "Launcher", "Read", "exported", "read", "targets"]
+__all__ = ["LAUNCHERS", "Export", "Launcher", "Read", "exported", "read", "read_configuration", "targets"]

@@ -53,10 +53,33 @@ class Read:
     Attributes:
         keywords: arguments of `memplan.estimate`, `model` among them if the file names one.
         notes: what the launcher does otherwise than is planned.
+        n_micro_batches: micro-batches of each replica, if it says that; with it the number of ranks gives
+            the `global_batch`, or the `micro_batch`.
     """
 
     keywords: dict[str, Any]
     notes: tuple[str, ...] = ()
+    n_micro_batches: int | None = None
+
+    def on_ranks(self, n_replicas: int) -> dict[str, Any]:
+        """The keywords with the batch that so many replicas have.
+
+        Raises:
+            InvalidValue: batches that contradict each other, in DeepSpeed's words.
+        """
+        n, found = self.n_micro_batches, dict(self.keywords)
+        if n is None:
+            return found
+        if "micro_batch" not in found:
+            found["micro_batch"] = max(1, found["global_batch"] // (n_replicas * n))
+        whole = found["micro_batch"] * n * n_replicas
+        if found.setdefault("global_batch", whole) != whole:
+            raise InvalidValue(
+                "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size "
+                f"{found['global_batch']} != {found['micro_batch']} * {n} * {n_replicas}; use "
+                f"train_batch_size={whole}."
+            )
+        return found
 
 
 @final
@@ -165,6 +188,7 @@ LAUNCHERS: Final = Registry(
         "torchtitan": "memplan.launchers.torchtitan:TORCHTITAN",
         "accelerate": "memplan.launchers.accelerate:ACCELERATE",
         "transformers": "memplan.launchers.transformers:TRANSFORMERS",
+        "deepspeed": "memplan.launchers.deepspeed:DEEPSPEED",
         "megatron": "memplan.launchers.megatron:MEGATRON",
     },
 )

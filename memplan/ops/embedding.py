@@ -10,12 +10,14 @@ from memplan.kernels import (
     unique_bytes,
 )
 from memplan.ops.dims import BY_TOKEN, dims, divided
+from memplan.ops.modules import as_module
 from memplan.ops.redistribute import redistribute, replicated_parameter
 from memplan.placements import Partial, Replicate, Shard
 from memplan.shapes import BOOL, FP32, INT64, UINT8, DType, Parameter, Shape, check_equal, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
 
 
+@as_module
 def embedding(tokens: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
     """Rows of the vocabulary's table; saves the token ids. The table's gradient is dense.
 
@@ -58,6 +60,7 @@ def position_ids(tokens: Tensor) -> Tensor:
     return tape.new("position ids", (seq,), INT64, placements=of_ids)
 
 
+@as_module
 def learned_positions(ids: Tensor, name: str, n_rows: int, d_model: int) -> Tensor:
     """Rows of the table of positions, which is whole on every tensor rank; saves the ids.
 

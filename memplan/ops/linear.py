@@ -3,6 +3,7 @@
 from typing import Literal
 
 from memplan.ops.dims import dims, divided
+from memplan.ops.modules import as_module
 from memplan.ops.redistribute import redistribute
 from memplan.placements import WHOLE, Partial, Replicate, Shard
 from memplan.record import ComputeKind
@@ -17,6 +18,7 @@ torch.distributed.tensor.parallel.style:RowwiseParallel.
 """
 
 
+@as_module
 def linear(x: Tensor, name: str, n_out: int, *, bias: bool, split: Split, again: bool = False) -> Tensor:
     """x W^T + b, with W (n_out, n_in): 2 x tokens x n_in x n_out FLOPs; saves x and W.
 
@@ -62,6 +64,8 @@ def _product(
     tape, dtype = x.tape, x.tape.context.autocast or x.dtype
     batch, seq, n_in = x.shape
     n_out = n_elements(weight.shape) // n_in
+    if tape.context.hooks_modules:
+        return _zero3_product(x, weight, bias, name, n_out)
     _until_computed, node = _operands(x, weight, bias, dtype)
 
     def compute() -> tuple[Tensor]:
@@ -75,6 +79,36 @@ def _product(
     operands = (batch * seq, n_in), (n_in, n_out)
     (y,) = tape.save_if_selective(compute, ComputeKind.MM, operands, again=again)
     y.node = node
+    return y
+
+
+def _zero3_product(x: Tensor, weight: Parameter, bias: Parameter | None, name: str, n_out: int) -> Tensor:
+    """A product that saves x and W once it is computed, and whose backward pass computes x's gradient first.
+
+    Source: `deepspeed.runtime.zero.linear:LinearFunctionForZeroStage3`.
+    """
+    tape, dtype, x_shape, w_shape = x.tape, x.dtype, x.shape, weight.shape
+    n_rows = n_elements(x_shape[:-1])
+    w, b = tape.weight(weight), None if bias is None else tape.weight(bias)
+
+    def compute() -> tuple[Tensor]:
+        y = tape.new(name, (*x_shape[:-1], n_out), dtype)
+        tape.product(y)
+        return (y,)
+
+    (y,) = tape.save_if_selective(compute, ComputeKind.MM, ((n_rows, x_shape[-1]), (x_shape[-1], n_out)))
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
+        grad.tape.product(grad_x)
+        grad_w = grad.tape.grad_of(1, w_shape, dtype, is_view=True)
+        grad.tape.product(grad_w)
+        if b is None:
+            return grad_x, grad_w
+        grad_b = grad.tape.summed("grad", (n_out,), dtype, n_rows, along_rows=True)
+        return grad_x, grad_w, grad_b
+
+    y.node = tape.node((x.node, w.node, *([] if b is None else [b.node])), (x, w), backward)
     return y
 
 

@@ -3,11 +3,13 @@
 from memplan.kernels import partial_rows
 from memplan.ops.dims import BY_TOKEN, dims
 from memplan.ops.elementwise import in_fp32_on_cuda, plus_number, power, power_backward
+from memplan.ops.modules import as_module
 from memplan.ops.redistribute import divided_sequence, replicated_parameter
 from memplan.shapes import FP32, Parameter, n_elements
 from memplan.tape import Expanded, Grads, Saved, Tensor
 
 
+@as_module
 def layer_norm(x: Tensor, name: str) -> Tensor:
     """(x - mean) / std x weight + bias over the last dim; saves x and each token's mean and 1/std.
 
@@ -40,6 +42,7 @@ def layer_norm(x: Tensor, name: str) -> Tensor:
     return y
 
 
+@as_module
 def rms_norm(x: Tensor, name: str) -> Tensor:
     """x / sqrt(mean(x^2) + eps) x weight over the last dim.
 
@@ -58,6 +61,7 @@ def rms_norm(x: Tensor, name: str) -> Tensor:
     return tape.cast(y, dtype)
 
 
+@as_module
 def rms_norm_by_parts(x: Tensor, name: str) -> Tensor:
     """RMSNorm as Meta's Llama writes it: operation by operation, on any device.
 

@@ -51,6 +51,13 @@ class PlanOptions(TypedDict, total=False):
     bucket_cap_bytes: int | Iterable[int | None] | None
     ddp_comm_hook: str | Iterable[str]
     torch_version: str | Iterable[str]
+    overlap_comm: bool | Iterable[bool | None] | None
+    reduce_bucket_size: int | Iterable[int]
+    stage3_prefetch_bucket_size: int | Iterable[int]
+    stage3_param_persistence_threshold: int | Iterable[int]
+    stage3_max_live_parameters: int | Iterable[int]
+    stage3_max_reuse_distance: int | Iterable[int]
+    sub_group_size: int | Iterable[int]
     alloc_conf: str
     transformer_impl: str | Iterable[str]
     attention_backend: str | Iterable[str]

@@ -266,6 +266,80 @@ FSDP1: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tuple(
 )
 """One rank of 7 to 256 under FSDP1."""
 
+DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tuple(
+    (model, {"engine": "deepspeed", **options}, ranks)
+    for model, options, ranks in (
+        (WIDE, {"dp": 8, **FULL}, (0,)),
+        (WIDE, {"dp": 8, "zero": 1, **FULL}, (0, 7)),
+        (WIDE, {"dp": 8, "zero": 2, **FULL}, (0, 3)),
+        (WIDE, {"dp": 8, "zero": 1, **FULL, "overlap_comm": True}, (0,)),
+        (WIDE, {"dp": 8, "zero": 2, **FULL, "overlap_comm": True}, (0, 7)),
+        (WIDE, {"dp": 8, "zero": 1}, (0,)),
+        (WIDE, {"dp": 8, "zero": 2, "recompute": "selective"}, (1,)),
+        (WIDE, {"dp": 8, "zero": 1, **FULL, "recompute_blocks": 2}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "global_batch": 16}, (0,)),
+        (WIDE, {"dp": 8, "zero": 1, **FULL, "global_batch": 24}, (0,)),
+        (WIDE, {"dp": 8, "zero": 1, **FULL, "global_batch": 24, "overlap_comm": True}, (0,)),
+        (WIDE, {"dp": 8, "zero": 2, **FULL, "global_batch": 16}, (0,)),
+        (WIDE, {"dp": 8, "zero": 2, **FULL, "global_batch": 32, "overlap_comm": True}, (5,)),
+        (WIDE, {"dp": 8, "zero": 1, **FULL, "clip_grad_norm": 1.0}, (0,)),
+        (WIDE, {"dp": 8, "zero": 2, **FULL, "clip_grad_norm": 1.0, "micro_batch": 2}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "clip_grad_norm": 1.0, "seq_len": 1024}, (0,)),
+        (WIDE, {"dp": 8, **FULL, "precision": "fp16-mixed"}, (0,)),
+        (WIDE, {"dp": 8, "zero": 1, **FULL, "precision": "fp16-mixed"}, (0,)),
+        (WIDE, {"dp": 8, "zero": 2, **FULL, "precision": "fp16-mixed", "clip_grad_norm": 1.0}, (0,)),
+        (WIDE, {"dp": 8, "zero": 2, **FULL, "reduce_bucket_size": 50_000_000}, (0,)),
+        (WIDE, {"dp": 8, "zero": 1, **FULL, "reduce_bucket_size": 200_000_000, "overlap_comm": True}, (2,)),
+        (WIDE, {"dp": 8, "zero": 2, **FULL, "reduce_bucket_size": 2_000_000_000, "seq_len": 512}, (0,)),
+        (WIDE, {"dp": 8, "zero": 1, **FULL, "optimizer": "adam", "loss_chunks": 8}, (0,)),
+        (WIDE, {"dp": 7, "zero": 2, **FULL}, (6,)),
+        (WIDE, {"dp": 64, "zero": 1, **FULL}, (0, 63)),
+        (WIDE, {"dp": 64, "zero": 2, **FULL}, (0, 31)),
+        (WIDE, {"dp": 64, "zero": 2, **FULL, "overlap_comm": True, "global_batch": 128}, (0,)),
+        (WIDE, {"dp": 64, "zero": 1, "clip_grad_norm": 1.0}, (17,)),
+        (WIDE, {"dp": 256, "zero": 1, **FULL}, (255,)),
+        (WIDE, {"dp": 256, "zero": 2, **FULL, "precision": "fp16-mixed"}, (100,)),
+        (LARGE, {"dp": 64, "zero": 1, **FULL}, (0,)),
+        (replace(LARGE, n_layers=18), {"dp": 64, "zero": 2, **FULL}, (63,)),
+        (replace(LARGE, n_layers=18), {"dp": 256, "zero": 2, **FULL, "overlap_comm": True}, (0,)),
+        (LARGE, {"dp": 256, "zero": 1, **FULL, "clip_grad_norm": 1.0, "global_batch": 512}, (128,)),
+        (replace(GPT3, n_layers=8), {"dp": 64, "zero": 2, **FULL}, (0,)),
+        (GPT3, {"dp": 256, "zero": 1, **FULL}, (255,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL}, (0, 7)),
+        (WIDE, {"dp": 8, "zero": 3}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "overlap_comm": False}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "global_batch": 24}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "clip_grad_norm": 1.0, "micro_batch": 2}, (3,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "precision": "fp16-mixed"}, (0,)),
+        (WIDE, {"dp": 7, "zero": 3, **FULL}, (6,)),
+        (WIDE, {"dp": 64, "zero": 3, **FULL}, (0, 63)),
+        (WIDE, {"dp": 256, "zero": 3, "recompute": "full", "recompute_blocks": 16}, (100,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "stage3_prefetch_bucket_size": 200_000_000}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "stage3_prefetch_bucket_size": 0}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "stage3_max_reuse_distance": 0}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "stage3_param_persistence_threshold": 5_000_000}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "stage3_max_live_parameters": 100_000_000}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "sub_group_size": 100_000_000}, (0,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "reduce_bucket_size": 50_000_000}, (0,)),
+        (LARGE, {"dp": 64, "zero": 3, **FULL}, (0,)),
+        (LARGE, {"dp": 256, "zero": 3, **FULL, "global_batch": 512}, (255,)),
+        (GPT3, {"dp": 256, "zero": 3, **FULL}, (17,)),
+        (runnable("gpt2-xl"), {"dp": 8, "zero": 0, "seq_len": 1024, **FULL}, (0,)),
+        (runnable("gpt2-xl"), {"dp": 8, "zero": 1, "seq_len": 1024, **FULL}, (0,)),
+        (runnable("gpt2-xl"), {"dp": 8, "zero": 2, "seq_len": 1024, "micro_batch": 2}, (7,)),
+        (runnable("gpt2-xl"), {"dp": 64, "zero": 2, "seq_len": 1024, "precision": "fp16-mixed"}, (1,)),
+    )
+)
+"""One rank of 7 to 256 under DeepSpeed's ZeRO-0 to 3; `initialize` holds all weights twice."""
+
+
+def gpu_deepspeed(gpus: Gpus | None) -> tuple[Case, ...]:
+    """One rank of a world under DeepSpeed with stand-ins for the others; as many layers as fit one GPU."""
+    return tuple(
+        case for model, options, ranks in DEEPSPEED for case in _stand_ins(model, options, ranks, gpus)
+    )
+
+
 ALLOC_CONFS: Final = ("expandable_segments:True", "max_split_size_mb:32", "garbage_collection_threshold:0.9")
 """Settings of `PYTORCH_CUDA_ALLOC_CONF`."""
 
@@ -328,6 +402,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-nccl": gpu_nccl,
     "gpu-allocator": gpu_allocator,
     "gpu-fsdp1": gpu_fsdp1,
+    "gpu-deepspeed": gpu_deepspeed,
     "gpu-published": gpu_published,
     "gpu-wild": gpu_wild,
     "gpu-divided": gpu_divided,

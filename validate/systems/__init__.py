@@ -15,7 +15,7 @@ from torch import Tensor
 from memplan.errors import PlanRefused
 from validate.cases import Case
 
-SYSTEMS: Final = {"torch": "validate.systems.torch"}
+SYSTEMS: Final = {"torch": "validate.systems.torch", "deepspeed": "validate.systems.deepspeed"}
 """The module that runs the framework of each of memplan's engines."""
 
 

@@ -5,12 +5,13 @@ from typing import Any, final
 
 from memplan.device import Device
 from memplan.engines.base import Confirmation, Costs, DataParallelism, Engine, PartCosts, RankRecord
+from memplan.engines.stage import StageKind
 from memplan.engines.torch.bounds import data_parallelism
 from memplan.engines.torch.flat_parameter import FlatRankStages
 from memplan.engines.torch.options import TorchOptions, torch_options
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.sharding import padding_note
-from memplan.engines.torch.stage import RankStages, Stage, StageKind
+from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.torch.step import Player
 from memplan.engines.trace import Block, Segment
 from memplan.hardware import gpu

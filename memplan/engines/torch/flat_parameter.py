@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple, final
 
+from memplan.engines.stage import trained
 from memplan.engines.torch.param_group import copied
-from memplan.engines.torch.stage import RankStages, Stage, trained
+from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.torch.units import CountedEvents, EqualParameters, Row, collectives
 from memplan.memory import Alive
 from memplan.record import Event, allocs, frees

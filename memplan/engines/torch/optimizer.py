@@ -7,8 +7,9 @@ is sharded, or partial sums. Every operation that reads both makes a copy with t
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from memplan.engines.stage import trained
 from memplan.engines.torch.sharding import partial_sum
-from memplan.engines.torch.stage import RankStages, trained
+from memplan.engines.torch.stage import RankStages
 from memplan.mesh import WORLD, Group
 from memplan.placements import Partial, Shard
 from memplan.plan import MOMENTS, N_MOMENTS

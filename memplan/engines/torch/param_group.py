@@ -8,8 +8,9 @@ from copy import copy
 from functools import cached_property
 from itertools import groupby
 
+from memplan.engines.stage import trained
 from memplan.engines.torch.sharding import n_shards, padded_shard_elements, partial_sum, shard_elements
-from memplan.engines.torch.stage import Stage, stored_dtype, trained
+from memplan.engines.torch.stage import Stage, stored_dtype
 from memplan.engines.torch.units import CountedEvents, EqualParameters, Row, collectives
 from memplan.record import Alloc, Collective, Event, Free, Overlap, allocs, frees
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from memplan.engines.stage import trained
 from memplan.engines.torch.ddp import DistributedDataParallel, reducer_of
 from memplan.engines.torch.flat_parameter import FlatRankStages
 from memplan.engines.torch.fsdp import FSDPModule
@@ -13,7 +14,7 @@ from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.releasing import lets_outputs_go
 from memplan.engines.torch.sharding import ddp_buckets, place_among_shards
-from memplan.engines.torch.stage import RankStages, Stage, trained
+from memplan.engines.torch.stage import RankStages, Stage
 from memplan.memory import Alive
 from memplan.models import TracedModel, ends_are_tied
 from memplan.plan import Rank
@@ -97,7 +98,7 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
         elif plan.fsdp:
             yield from _shards(stages, stage)
         else:
-            for parameters, buffers in _modules(stage):
+            for parameters, buffers in stage.modules():
                 yield from allocs(*_weights(stages, parameters), *buffers)
         if plan.ddp:
             yield from (*_broadcast(stages, stage), *allocs(*first_buckets[stage]))
@@ -146,18 +147,6 @@ def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
     yield from frees(*copies[-1:])
 
 
-def _modules(stage: Stage) -> Iterator[tuple[Sequence[Parameter], tuple[Buffer, ...]]]:
-    """The parameters and the buffers of a stage's modules in their order: the embedding, blocks, the head."""
-    model, head = stage.model, stage.trace.head_parameters
-    yield stage.trace.embed_parameters, stage.embedding_buffers
-    for parameters, n, _ in stage.block_parameters:
-        yield from [(parameters, ())] * n
-    after = model.made_after_buffers
-    output = [one for one in head if after and one.name.startswith(f"{after}.")]
-    yield [one for one in head if one not in output], model.buffers(stage.plan.seq_len)
-    yield output, ()
-
-
 def _weights(stages: RankStages, parameters: Iterable[Parameter]) -> Iterator[Buffer]:
     """The weights as they are first allocated: FSDP2's shards without padding."""
     for parameter in parameters:
@@ -175,7 +164,7 @@ def _shards(stages: RankStages, stage: Stage) -> Iterator[Event]:
     """
     units = stages.options.fsdp_units
     of_the_root: list[Event] = []
-    for i, (parameters, buffers) in enumerate(_modules(stage)):
+    for i, (parameters, buffers) in enumerate(stage.modules()):
         made = list(_weights(stages, parameters))
         yield from allocs(*made)
         padded = list(_padded(stages, parameters, made))

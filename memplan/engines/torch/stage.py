@@ -1,15 +1,14 @@
 """Pipeline stages, and the stages of one rank: its parameters, and what it holds between steps."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Final, Self
+from typing import Any, Final, Self, final
 
 from memplan.device import CPU, Device
-from memplan.engines.recorded import recorded
-from memplan.engines.split import BlockRuns, SplitTrace, split_traced
+from memplan.engines.stage import ModelStage, StageKind, cublas_workspaces, trained
 from memplan.engines.torch.options import torch_options, weight_dtype
 from memplan.engines.torch.refusals import check_trace
 from memplan.engines.torch.sharding import (
@@ -19,13 +18,11 @@ from memplan.engines.torch.sharding import (
     shard_rank,
     zero_redundancy_partition,
 )
-from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
-from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, product_workspace_bytes
+from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
-from memplan.models import Layers, Model, TracedModel, divided
-from memplan.models.base import Role as BlockRole
+from memplan.models import Model, TracedModel, divided
 from memplan.plan import MOMENTS, N_MOMENTS, Plan, Rank, stage_layers
-from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Role, Shape, buffer_of
+from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Shape, buffer_of
 from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
 
 N_POOL_STREAMS: Final = 32
@@ -33,10 +30,6 @@ N_POOL_STREAMS: Final = 32
 
 Source: c10/cuda/CUDAStream.cpp (`kStreamsPerPool`), aten/src/ATen/core/ivalue_inl.h (`Future::then`).
 """
-
-
-StageKind = tuple[bool, bool, tuple[Layers, ...]]
-"""Whether a stage is the first, whether it is the last, and its blocks."""
 
 
 def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
@@ -47,7 +40,8 @@ def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
     return found
 
 
-class Stage:
+@final
+class Stage(ModelStage):
     """A pipeline stage under a plan; ranks share the object of each `StageKind`."""
 
     def __init__(
@@ -144,101 +138,11 @@ class Stage:
         in_batches = self.backend in NCCL and self.options.release < (2, 12)
         return self.backend in HOLD_WHAT_IS_SENT and not in_batches
 
-    @cached_property
-    def runs(self) -> BlockRuns:
-        """The stage's runs of equal consecutive blocks; a stage without blocks has one run of length 0."""
-        recompute, limit = self.plan.recompute, self.plan.recompute_blocks
-        left = self.n_blocks if limit is None else limit
-        found: list[tuple[BlockKind, int]] = []
-        for kind, n in self.layers:
-            again = min(n, left) if recompute != "none" else 0
-            left -= again
-            found += [(BlockKind(kind, recompute), again), (BlockKind(kind, "none"), n - again)]
-        none = (BlockKind(self.model.layers[0].kind, recompute), 0)
-        return tuple([run for run in found if run[1]]) or (none,)
-
-    def traced(self, kinds: tuple[BlockKind, ...]) -> Trace:
-        """The trace of one micro-batch through the stage's ends and a block of each of these kinds."""
-        if isinstance(self.model, TracedModel):
-            ends = (self.first, self.last) if self.plan.pp > 1 else None
-            return recorded(self.model, self.op_context, kinds, ends)
-        return traced(
-            self.model, self.op_context, first=self.first, last=self.last,
-            kinds=kinds, keep_logits=self.plan.pp > 1,
-        )  # fmt: skip
-
-    @cached_property
-    def _with_blocks(self) -> Trace:
-        return self.traced(tuple(dict(self.runs)))
-
-    @cached_property
-    def trace(self) -> Trace:
-        """The trace of one micro-batch through this kind of stage."""
-        return self._with_blocks if self.n_blocks else without_blocks(self._with_blocks)
-
-    @cached_property
-    def split(self) -> SplitTrace:
-        """The two parts of a split backward pass."""
-        return split_traced(self._with_blocks, self.model, self.op_context, last=self.last, runs=self.runs)
-
-    @cached_property
-    def blocks(self) -> tuple[tuple[Block, int], ...]:
-        """The traced block of each run of equal blocks, and the run's length."""
-        return tuple([(self.trace.blocks[kind], n) for kind, n in self.runs])
-
-    @cached_property
-    def forward_order(self) -> tuple[tuple[Segment, int], ...]:
-        """The blocks' forward passes in order, with counts.
-
-        A stage's first block is listed alone, and so is its last one if the output is sent.
-        """
-        (entry, n_entry), *others = self.blocks
-        order = [(entry.entry, min(1, n_entry)), (entry.forward, n_entry - 1)]
-        order += [(block.forward, n) for block, n in others]
-        found = [(segment, n) for segment, n in order if n > 0]
-        if found and not self.last:
-            last, n = found.pop()
-            found += [(last, n - 1)] if n > 1 else []
-            found.append((self.trace.sending(last), 1))
-        return tuple(found)
-
-    @cached_property
-    def block_parameters(self) -> tuple[tuple[tuple[Parameter, ...], int, BlockRole], ...]:
-        """The parameters of one block of each run, the run's length, and what its blocks are."""
-        known = {kind.kind: block.parameters for kind, block in self.trace.blocks.items()}
-        return tuple([(known[kind], n, self.model.role(kind)) for kind, n in self.layers])
-
-    @property
-    def counted_parts(self) -> list[tuple[tuple[Parameter, ...], int]]:
-        """The parameters of the embedding, of one block of each run, and of the head, with their number."""
-        blocks = [(block.parameters, n) for block, n in self.blocks]
-        return [(self.trace.embed_parameters, 1), *blocks, (self.trace.head_parameters, 1)]
-
-    @cached_property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """The module's buffers, such as rotary angles."""
-        return (*self.embedding_buffers, *self.model.buffers(self.plan.seq_len))
-
-    @property
-    def embedding_buffers(self) -> tuple[Buffer, ...]:
-        """The embedding's buffers."""
-        return self.model.embedding_buffers() if self.first else ()
-
-    def parameters(self) -> list[Parameter]:
-        """Every parameter, in the module's order."""
-        blocks = [parameter for parameters, n, _ in self.block_parameters for parameter in parameters * n]
-        return [*self.trace.embed_parameters, *blocks, *self.trace.head_parameters]
-
 
 def stored_dtype(parameter: Parameter, weight_dtype: DType) -> DType:
     """The type that a parameter is stored in under a precision that stores weights in `weight_dtype`."""
     own = parameter.held if weight_dtype == FP32 else None
     return own or (weight_dtype if parameter.is_floating_point else parameter.dtype)
-
-
-def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """The parameters that require gradients."""
-    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 class RankStages:
@@ -465,32 +369,16 @@ class RankStages:
 
     @cached_property
     def kept_workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
-        """The workspaces that cuBLAS keeps, each with the matrix products whose first one allocates it.
-
-        One for the caller's thread (forward passes) and one for autograd's (backward passes); in torch 2.11
-        also one of cuBLASLt for each, which adds biases. None on a rank with neither block nor head, and none
-        from 2.15 on.
-
-        Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`,
-        `cublas_handle_stream_to_workspace`, `cublaslt_handle_stream_to_workspace`), autograd/engine.cpp
-        (`Engine::thread_init`).
-        """
-        release = self.options.release
+        """The workspaces that cuBLAS keeps; none on a rank with neither block nor head."""
         idle = not any(stage.n_blocks or stage.last for stage in self.stages)
-        if self.device.on_cpu or idle or release >= FREES_WORKSPACES:
+        if idle:
             return ()
         forward = [stage.trace.products for stage in self.stages]
         backward = [stage.trace.products_backward for stage in self.stages]
         if self.plan.splits_backward:
             backward += [stage.split.products for stage in self.stages if not stage.first]
-        cublas = buffer_of("cuBLAS workspace", (product_workspace_bytes(self.device, release),), UINT8)
-        lt = buffer_of("cuBLASLt workspace", (LT_WORKSPACE_BYTES,), UINT8)
         passes = [frozenset[Buffer]().union(*products) for products in (forward, backward)]
-        found = [(products, cublas) for products in passes]
-        if release < (2, 12):
-            biased = [frozenset(y for y in own if y.role is Role.BIASED_PRODUCT) for own in passes]
-            found += [(products, lt) for products in biased if products]
-        return tuple(found)
+        return cublas_workspaces(self.device, self.options.release, passes)
 
     @property
     def hook_workspaces(self) -> Alive:

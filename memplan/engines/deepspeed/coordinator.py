@@ -1,0 +1,197 @@
+"""ZeRO-3's coordinator of partitioned parameters: what is gathered, ahead and in time, and released.
+
+Source: `deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator`.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Final, NamedTuple, final
+
+from memplan.engines.deepspeed.flat import Slot
+from memplan.engines.deepspeed.options import DeepSpeedOptions
+from memplan.engines.module_calls import Containers, Part, called
+from memplan.record import Collective, Event, UnitHook, allocs, frees
+from memplan.shapes import Buffer, DType, buffer_of
+
+IN_ORDER: Final = attrgetter("start")
+
+
+class Gathered(NamedTuple):
+    """Parameters that one all-gather brings; several come in a `flat` tensor, out of which each is copied."""
+
+    slots: tuple[Slot, ...]
+    flat: Buffer | None
+
+
+@final
+class PartitionedParameterCoordinator:
+    """Gathers and releases the parameters of modules, in an order that an earlier step has recorded.
+
+    `order`: the parameters of each module (containers have none) in the order of a micro-batch's passes.
+    `whole`, `alone`: what each parameter is gathered into: copied out of a flat tensor, or its own. `flats`:
+    the flat tensors so far. `persistent`: what an update gathers, and keeps: parameters of at most
+    `stage3_param_persistence_threshold` elements.
+    """
+
+    def __init__(
+        self, options: DeepSpeedOptions, n_ranks: int, dtype: DType, order: Sequence[Sequence[Slot]]
+    ) -> None:
+        self.options, self.n_ranks, self.dtype = options, n_ranks, dtype
+        self.order = order
+        slots = dict.fromkeys(slot for own in order for slot in own)
+        threshold = options.stage3_param_persistence_threshold
+        self.whole, self.alone = dict[Slot, Buffer](), dict[Slot, Buffer]()
+        for slot in slots:
+            name, padded = f"{slot.parameter.name} (gathered", slot.part(n_ranks) * n_ranks
+            self.whole[slot] = buffer_of(f"{name})", (slot.n_elements,), dtype)
+            self.alone[slot] = buffer_of(f"{name} alone)", (padded,), dtype)
+        small = [slot for slot in sorted(slots, key=IN_ORDER) if slot.n_elements <= threshold]
+        self.persistent = {one: buffer_of("persistent", self.alone[one].shape, dtype) for one in small}
+        self.flats: list[Buffer] = []
+        self.available = dict(self.persistent)
+        self._is_first = self._records = False
+        self.reset_step()
+
+    def start_training(self) -> None:
+        """Nothing is gathered, and the next micro-batch records the order: it gathers nothing ahead."""
+        self.available, self._is_first = {}, True
+
+    def reset_step(self) -> None:
+        """The start of a forward pass of the whole module."""
+        self._records, self._is_first = self._is_first, False
+        recorded = [(slot, step) for step, own in enumerate(self.order) for slot in sorted(own, key=IN_ORDER)]
+        self.queue = deque(recorded)
+        self.fetched_for: dict[Slot, int] = {}
+        self.in_flight: dict[Slot, Gathered] = {}
+        self.copied: set[Gathered] = set()
+        self.active: dict[Slot, set[str]] = {}
+        self.step_id = self.n_available = 0
+
+    def fetch_sub_module(self, own: Collection[Slot], module: str) -> Iterator[Event]:
+        """Gathers a module's parameters, unless that is under way, then the next ones of the record."""
+        yield from self._all_gather([slot for slot in own if not self._is_here(slot)])
+        for slot in own:
+            self.active.setdefault(slot, set()).add(module)
+            if slot in self.in_flight:
+                yield from self._wait(slot)
+        if not self._records:
+            n_expected = len([slot for slot in own if self.fetched_for.get(slot, -1) < self.step_id])
+            for _ in range(n_expected):
+                slot, self.fetched_for[slot] = self.queue.popleft()
+            yield from self._prefetch()
+        self.step_id += 1
+
+    def _is_here(self, slot: Slot) -> bool:
+        return slot in self.available or slot in self.in_flight
+
+    def _prefetch(self) -> Iterator[Event]:
+        options, ahead, n_elements = self.options, dict[Slot, None](), 0
+        most = min(options.stage3_max_live_parameters - self.n_available, options.stage3_prefetch_bucket_size)
+        while self.queue and n_elements < most:
+            slot, step = self.queue.popleft()
+            self.fetched_for[slot] = max(self.fetched_for.get(slot, -1), step)
+            if slot not in ahead and not self._is_here(slot):
+                ahead[slot] = None
+                n_elements += slot.n_elements
+        yield from self._all_gather(ahead)
+
+    def _all_gather(self, asked: Iterable[Slot]) -> Iterator[Event]:
+        """One all-gather; of a single parameter into its own tensor (`all_gather_coalesced`)."""
+        slots = tuple(sorted(asked, key=IN_ORDER))
+        if not slots:
+            return
+        n_elements = sum([slot.part(self.n_ranks) for slot in slots]) * self.n_ranks
+        several = len(slots) > 1
+        flat = buffer_of("parameters gathered together", (n_elements,), self.dtype)
+        self.flats += [flat] * several
+        self.n_available += sum([slot.n_elements for slot in slots])
+        self.in_flight |= dict.fromkeys(slots, Gathered(slots, flat if several else None))
+        yield from allocs(flat if several else self.alone[slots[0]])
+        yield self.all_gather(flat.n_bytes)
+
+    @staticmethod
+    def all_gather(n_bytes: int) -> Collective:
+        """An all-gather of weights; it overlaps with computation."""
+        what = "gather weights"
+        return Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n_bytes, overlap="compute")
+
+    def _wait(self, slot: Slot) -> Iterator[Event]:
+        """Waits for a parameter; the first of several that came together copies all of them."""
+        gathered = self.in_flight.pop(slot)
+        if gathered.flat is None:
+            self.available[slot] = self.alone[slot]
+            return
+        if gathered not in self.copied:
+            self.copied.add(gathered)
+            self.available |= {one: self.whole[one] for one in gathered.slots}
+            yield from allocs(*[self.whole[one] for one in gathered.slots])
+        if gathered not in self.in_flight.values():
+            yield from frees(gathered.flat)
+
+    def release_sub_module(self, own: Collection[Slot], module: str) -> Iterator[Event]:
+        """Releases a module's parameters, but for those that another module still uses, or one soon will."""
+        kept = self._kept(own)
+        for slot in own:
+            self.active.get(slot, set()).discard(module)
+            if slot not in kept and not self.active.get(slot):
+                yield from self._release(slot)
+
+    def _kept(self, own: Collection[Slot]) -> set[Slot]:
+        """The parameters that are not released: used again within `stage3_max_reuse_distance` elements."""
+        if self._records:
+            return set()
+        kept = {slot for slot in own if slot in self.persistent}
+        kept |= {slot for slot in own if self.fetched_for.get(slot, -1) > self.step_id}
+        n_elements, most = 0, self.options.stage3_max_reuse_distance
+        for others in self.order[self.step_id :]:
+            if n_elements >= most:
+                break
+            kept.update(others)
+            n_elements += sum([slot.n_elements for slot in others])
+        return kept
+
+    def _release(self, slot: Slot) -> Iterator[Event]:
+        if slot in self.available and slot not in self.in_flight:
+            self.n_available -= slot.n_elements
+            yield from frees(self.available.pop(slot))
+
+    def release_all(self, kept: Collection[Slot] = ()) -> Iterator[Event]:
+        """Releases what is gathered: all before an update, all but persistent ones after a backward pass.
+
+        These are of modules whose inputs have no gradient, as embeddings', which no hook releases.
+        """
+        for slot in [one for one in self.available if one not in kept]:
+            self.active.pop(slot, None)
+            yield from self._release(slot)
+
+    def gather_persistent(self) -> Iterator[Event]:
+        """Gathers the parameters that stay gathered, one by one, after an update."""
+        self.available |= self.persistent
+        for gathered in self.persistent.values():
+            yield from allocs(gathered)
+            yield self.all_gather(gathered.n_bytes)
+
+
+@final
+class ModuleHooks:
+    """The hooks of a micro-batch's passes, which tell the coordinator what is needed, and what is not."""
+
+    def __init__(self, coordinator: PartitionedParameterCoordinator) -> None:
+        self.coordinator = coordinator
+        self._containers = Containers()
+
+    def start_of_forward(self) -> None:
+        """The hook of the whole module: a new micro-batch."""
+        self.coordinator.reset_step()
+        self._containers = Containers()
+
+    def __call__(self, part: Part[Slot], hook: UnitHook) -> Iterator[Event]:
+        """What a hook gathers or frees."""
+        path, own = called(part, hook)
+        if hook.kind.startswith("post"):
+            yield from self.coordinator.release_sub_module(own, path)
+            return
+        for container in self._containers.entered(hook, path):
+            yield from self.coordinator.fetch_sub_module((), container)
+        yield from self.coordinator.fetch_sub_module(own, path)

@@ -1,0 +1,59 @@
+"""ZeRO-0 in 16 bits: flat weights, masters and moments, all whole; gradients one by one until the step.
+
+Source: `deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer`, which bfloat16 uses too.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final, final
+
+from memplan.engines.deepspeed.flat import Slot
+from memplan.engines.deepspeed.stage import DeepSpeedStage
+from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, stepped
+from memplan.record import Event, Stretch, allocs, events, frees
+from memplan.shapes import FP32, buffer_of
+
+ALLREDUCE_ELEMENTS: Final = 500_000_000
+"""Elements of gradients after which an all-reduce begins (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
+
+
+@final
+class FP16Optimizer(Optimizer):
+    """Plays `deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer` under data parallelism."""
+
+    scales_loss = False
+
+    def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot]) -> None:
+        super().__init__(stage, slots)
+        n = slots[-1].end
+        self.flat = flat_buffer("fp16_groups_flat", n, stage.dtype, weights=True)
+        self.fp32 = [flat_buffer(name, n) for name in ("fp32_groups_flat", "exp_avg", "exp_avg_sq")]
+        self.states = self.flat, *self.fp32
+        self.grads = [self.grad(slot) for slot in self.slots]
+
+    def setup(self) -> Iterator[Event]:
+        """Clones of the weights are flattened; a step on zeros makes the moments.
+
+        Source: `deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.initialize_optimizer_states`.
+        """
+        weights = [self.stage.weights[slot.parameter] for slot in self.slots]
+        clones = [buffer_of(f"{one.name} (clone)", one.shape, one.dtype) for one in weights]
+        copy = buffer_of("clone of fp16_groups_flat", self.flat.shape, self.flat.dtype)
+        zeros = buffer_of("zero gradients", self.flat.shape, FP32)
+        yield from (*allocs(*clones, self.flat), *frees(*clones, *weights))
+        master, *moments = self.fp32
+        yield from (*allocs(copy, master), *frees(copy), *allocs(zeros, *moments), *frees(zeros))
+
+    def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
+        yield from frees(*[self.grad(slot)] * older)
+
+    def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
+        """Plays `deepspeed.runtime.engine:DeepSpeedEngine.buffered_allreduce_fallback`."""
+        if boundary:
+            yield from self.reduced([slot.n_elements for slot in self.slots], ALLREDUCE_ELEMENTS, "nothing")
+
+    def step(self) -> Stretch:
+        """Plays `deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.step`."""
+        wide = [buffer_of("gradient in float32", slot.parameter.shape, FP32) for slot in self.slots]
+        flat = buffer_of("flat gradients", self.flat.shape, FP32)
+        flattened = (*allocs(*wide, flat), *frees(*wide, *self.grads))
+        return stepped(events("gradients in float32", flattened), after=frees(flat))

@@ -1,0 +1,71 @@
+"""The DeepSpeed engine's own options, by the names of DeepSpeed's configuration."""
+
+from dataclasses import dataclass
+from typing import Final, final
+
+from memplan.allocator import AllocatorConfig
+from memplan.fields import Count, Flag, Setting, described
+from memplan.plan import Plan
+
+DEEPSPEED_VERSION: Final = "0.19.8"
+"""The release whose rules are played."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedOptions:
+    """The DeepSpeed engine's own options: keys of `zero_optimization`.
+
+    Source: `deepspeed.runtime.zero.config:DeepSpeedZeroConfig`.
+    """
+
+    overlap_comm: bool | None = described(
+        None,
+        Flag(
+            "Communicate on other streams; ZeRO-1 and 2: in two buckets", left_out="yes with zero=3, else no",
+            optional=True, word="overlap",
+        ),
+    )  # fmt: skip
+    reduce_bucket_size: int = described(
+        500_000_000, Count("Elements of gradients that are reduced at a time", word="reduce-bucket")
+    )
+    stage3_prefetch_bucket_size: int = described(
+        50_000_000, Count("ZeRO-3: elements of weights that are gathered ahead", least=0, word="prefetch")
+    )
+    stage3_param_persistence_threshold: int = described(
+        100_000, Count("ZeRO-3: weights of at most so many elements stay gathered", least=0, word="persist")
+    )
+    stage3_max_live_parameters: int = described(
+        1_000_000_000, Count("ZeRO-3: gathered elements beyond which nothing is prefetched", word="live")
+    )
+    stage3_max_reuse_distance: int = described(
+        1_000_000_000, Count("ZeRO-3: weights used within so many elements again stay", least=0, word="reuse")
+    )
+    sub_group_size: int = described(
+        1_000_000_000, Count("ZeRO-3: elements of a partition that are updated at a time", word="sub-group")
+    )
+    alloc_conf: str = described(
+        "",
+        Setting(
+            "The caching allocator's settings, as PYTORCH_CUDA_ALLOC_CONF has them", left_out="PyTorch's own",
+            read=lambda text: AllocatorConfig.parse(text).conf, word="alloc",
+        ),
+    )  # fmt: skip
+
+
+OF_STAGE_3: Final = tuple([*DeepSpeedOptions.__dataclass_fields__][2:-1])
+"""The options of ZeRO-3 alone."""
+
+
+def deepspeed_options(plan: Plan) -> DeepSpeedOptions:
+    """The options of a plan of the DeepSpeed engine."""
+    return plan.options or DeepSpeedOptions()
+
+
+def overlaps(plan: Plan) -> bool:
+    """Whether reductions have a stream of their own.
+
+    Source: `deepspeed.runtime.zero.config:DeepSpeedZeroConfig.overlap_comm_valid`.
+    """
+    asked = deepspeed_options(plan).overlap_comm
+    return plan.zero == 3 if asked is None else asked

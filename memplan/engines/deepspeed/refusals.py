@@ -1,0 +1,65 @@
+"""Plans that DeepSpeed does not run, or that no rule covers yet: each check raises with a way out."""
+
+from collections.abc import Callable
+from typing import Final
+
+from memplan.engines.deepspeed.options import OF_STAGE_3, DeepSpeedOptions, deepspeed_options
+from memplan.engines.refusals import check_positions
+from memplan.errors import MissingRule, PlanRefused
+from memplan.models import Gpt, Llama, Model, ends_are_tied
+from memplan.models.torchtitan import TorchtitanLlama
+from memplan.plan import Plan
+
+PRECISIONS: Final = ("bf16-mixed", "fp16-mixed")
+"""`bf16.enabled`, `fp16.enabled`."""
+
+
+def _check_modelled(model: Model, plan: Plan) -> None:
+    """Raise for what has no rule yet, with DeepSpeed's name of it.
+
+    ZeRO-3 gathers modules one by one, which are known by name in memplan's own models.
+    """
+    named = isinstance(model, Llama | Gpt | TorchtitanLlama) and not ends_are_tied(model)
+    halves = " or ".join(map(repr, PRECISIONS))
+    options: tuple[tuple[bool, str, str], ...] = (
+        (plan.offload, "offload=True (zero_optimization.offload_optimizer)", "offload=False"),
+        (plan.precision not in PRECISIONS, f"precision={plan.precision!r}", f"{halves} (bf16, fp16.enabled)"),
+        (
+            plan.optimizer not in ("adam", "adamw"),
+            f"optimizer={plan.optimizer!r}",
+            "'adamw' or 'adam' (FusedAdam)",
+        ),
+        (plan.zero == 3 and not named, f"zero=3 of {model.name}", "zero=2, or an untied Llama or GPT"),
+        (plan.zero == 3 and plan.recompute == "selective", "recompute='selective' with zero=3", "'full'"),
+    )
+    for asked, what, other in options:
+        if asked:
+            raise MissingRule(
+                f"{what} has no rule in engine='deepspeed' yet; use {other}.",
+                kind="an option of DeepSpeed that has no rule yet",
+            )
+
+
+def _check_options(model: Model, plan: Plan) -> None:
+    """Raise for ranks that ZeRO does not divide anything over, and for options of another stage."""
+    if plan.dp == 1:
+        raise PlanRefused(
+            "dp=1: engine='deepspeed' plays data-parallel ranks; use dp of 2 or more.",
+            kind="DeepSpeed on a single rank",
+        )
+    options, usual = deepspeed_options(plan), DeepSpeedOptions()
+    unused = () if plan.zero == 3 else OF_STAGE_3
+    for name in unused if plan.zero else ("overlap_comm", "reduce_bucket_size", *unused):
+        if (value := getattr(options, name)) != getattr(usual, name):
+            raise PlanRefused(
+                f"{name}={value} is of another ZeRO stage than zero={plan.zero}; leave it out.",
+                kind="options of another ZeRO stage",
+            )
+
+
+REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
+    _check_modelled,
+    _check_options,
+    check_positions,
+)
+"""The checks of a plan, in order."""

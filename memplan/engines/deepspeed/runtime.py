@@ -1,0 +1,166 @@
+"""DeepSpeed's engine on one rank: forward, backward and step of each micro-batch, and the rank's record.
+
+Source: `deepspeed.runtime.engine:DeepSpeedEngine`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+from memplan.engines.base import RankRecord
+from memplan.engines.deepspeed.coordinator import ModuleHooks, PartitionedParameterCoordinator
+from memplan.engines.deepspeed.flat import Slot, slots_of
+from memplan.engines.deepspeed.fp16_optimizer import FP16Optimizer
+from memplan.engines.deepspeed.stage import OVERFLOW_BUFFER, DeepSpeedStage
+from memplan.engines.deepspeed.stage3 import Stage3Optimizer
+from memplan.engines.deepspeed.stage_1_and_2 import DeepSpeedZeroOptimizer
+from memplan.engines.deepspeed.zero_optimizer import UPDATE_NAME, Optimizer
+from memplan.engines.module_calls import Part, recorded_order
+from memplan.engines.stage import trained
+from memplan.models import TracedModel
+from memplan.plan import Rank
+from memplan.record import (
+    AccumulateGrad,
+    Event,
+    Stretch,
+    UnitHook,
+    allocs,
+    chain,
+    events,
+    frees,
+    passed,
+    repeated,
+)
+from memplan.replay import AllocatorProgram
+from memplan.shapes import FP32, INT64, buffer_of
+
+LOSS, SCALED = (buffer_of(name, (), FP32) for name in ("loss before the division", "loss times the scale"))
+
+
+class DeepSpeedEngine:
+    """Plays `deepspeed.runtime.engine:DeepSpeedEngine` around one optimizer.
+
+    The client holds the loss until the backward pass is over.
+    """
+
+    def __init__(self, stage: DeepSpeedStage, rank: Rank) -> None:
+        self.stage, self.rank, self.trace = stage, rank, stage.trace
+        slots = slots_of(stage.trained)
+        left = iter(slots)
+        blocks = [own for own, n, _ in stage.block_parameters for _ in range(n)]
+        parts = [self.trace.embed_parameters, *blocks, self.trace.head_parameters]
+        embed, *self.places, head = [{one: next(left) for one in trained(part)} for part in parts]
+        self.ends = embed | head
+        self.hooks: ModuleHooks | None = None
+        self.optimizer: Optimizer
+        match stage.plan.zero:
+            case 0:
+                self.optimizer = FP16Optimizer(stage, slots)
+            case 3:
+                order = recorded_order([*self._forward_parts(), *self._backward_parts()])
+                of_ranks = stage.options, stage.plan.dp, stage.dtype
+                coordinator = PartitionedParameterCoordinator(*of_ranks, order)
+                self.hooks = ModuleHooks(coordinator)
+                self.optimizer = Stage3Optimizer(stage, slots, coordinator)
+            case _:
+                self.optimizer = DeepSpeedZeroOptimizer(stage, slots, rank.dp)
+
+    def _forward_parts(self) -> Iterator[Part[Slot]]:
+        """The parts of a forward pass in order."""
+        trace, i = self.trace, 0
+        yield Part("forward: casts of inputs", trace.cast_inputs, self.ends)
+        yield Part("forward: embedding", trace.embed, self.ends)
+        for segment, n in self.stage.forward_order:
+            for _ in range(n):
+                yield Part("forward: block", segment, self.places[i], i)
+                i += 1
+        yield Part("forward: head", trace.head, self.ends)
+        yield Part("loss", trace.loss, self.ends)
+
+    def _backward_parts(self) -> Iterator[Part[Slot]]:
+        """The parts of a backward pass in order."""
+        kinds = [block for block, n in self.stage.blocks for _ in range(n)]
+        yield Part("backward: head", self.trace.head_backward, self.ends)
+        for i in reversed(range(len(kinds))):
+            segment = kinds[i].backward if i else kinds[i].entry_backward
+            yield Part("backward: block", segment, self.places[i], i)
+        yield Part("backward: embedding", self.trace.embed_backward, self.ends)
+
+    def forward(self) -> Stretch:
+        """The forward pass and the loss."""
+        if self.hooks is not None:
+            self.hooks.start_of_forward()
+        parts = self._forward_parts()
+        if self.hooks is None:
+            return passed(0, "forward", *[part.segment.stretch(part.name) for part in parts])
+        return passed(0, "forward", *[events(part.name, self._hooked(part)) for part in parts])
+
+    def backward(self, *, older: bool, boundary: bool) -> Stretch:
+        """The backward pass: hooks reduce gradients as they come, or the epilogue does."""
+        optimizer, end = self.optimizer, self.trace.end_of_backward.events
+        held = [LOSS, *[SCALED] * (optimizer.scales_loss and not self.stage.op_context.scales_loss)]
+        hooked = partial(self._hooked, older=older, boundary=boundary)
+        played = [events(part.name, hooked(part)) for part in self._backward_parts()]
+        reduced = optimizer.epilogue(older=older, boundary=boundary)
+        held_for = self.hooks.coordinator if self.hooks is not None else None
+        left = () if held_for is None else held_for.release_all(kept=held_for.persistent)
+        epilogue = *end[:1], *reduced, *left, *end[1:], *frees(*reversed(held))
+        loss = events("backward: loss", allocs(*held))
+        return passed(0, "backward", loss, *played, events("backward: epilogue", epilogue))
+
+    def _hooked(self, part: Part[Slot], *, older: bool = False, boundary: bool = False) -> Iterator[Event]:
+        """A part's events with those of the hooks of its modules and of its gradients."""
+        for event in part.segment.events:
+            yield event
+            if isinstance(event, UnitHook) and self.hooks is not None:
+                yield from self.hooks(part, event)
+            elif isinstance(event, AccumulateGrad):
+                slot = part.owned[event.parameter]
+                yield from self.optimizer.hook(slot, older=older, boundary=boundary)
+
+    def micro_batches(self) -> Iterator[Stretch]:
+        """The passes of all micro-batches; those between the second and the last are equal."""
+        n = self.stage.plan.n_micro_batches
+        for i in range(min(2, n - 1)):
+            yield from (self.forward(), self.backward(older=i > 0, boundary=False))
+        if n > 3:
+            passes = self.forward(), self.backward(older=True, boundary=False)
+            yield repeated(chain("micro-batch", *passes), n - 3)
+        yield from (self.forward(), self.backward(older=n > 1, boundary=True))
+
+    def record(self) -> RankRecord:
+        """The rank's record: what it holds between steps, and its step."""
+        stage, update = self.stage, self.optimizer.step()
+        step = chain("step", *self.micro_batches(), update)
+        return RankRecord(
+            rank=self.rank, layers=(range(stage.n_blocks),), step=step, update=(update,),
+            rest=stage.rest + Counter([*self.optimizer.states, *self.optimizer.kept]),
+            grads=Counter(self.optimizer.grads),
+            program=None if stage.device.on_cpu else partial(self._program, step),
+        )  # fmt: skip
+
+    def _program(self, step: Stretch) -> AllocatorProgram:
+        """The rank's allocations and frees from the module's weights on.
+
+        In ZeRO-3's first step the first micro-batch records the order of modules.
+        """
+        optimizer, first_step = self.optimizer, None
+        if optimizer.starts_training():
+            first_step = chain("step", *self.micro_batches(), optimizer.step())
+        return AllocatorProgram(
+            setup=tuple(self._setup()), step=step, first_step=first_step, kept=Counter(optimizer.kept),
+            states=tuple(optimizer.made_in_step), update_name=UPDATE_NAME, beside=self.stage.workspaces,
+            handed_on=frozenset([self.trace.boundary]), streams=dict(optimizer.on_own_stream),
+        )  # fmt: skip
+
+    def _setup(self) -> Iterator[Event]:
+        """The module's weights and buffers, the optimizer's tensors, the step's tokens."""
+        stage, plan = self.stage, self.stage.plan
+        for parameters, buffers in stage.modules():
+            whole = parameters if self.optimizer.keeps_weights else ()
+            yield from allocs(*[stage.weights[one] for one in whole], *buffers)
+        yield from (*allocs(OVERFLOW_BUFFER), *self.optimizer.setup())
+        batch = plan.n_micro_batches * plan.micro_batch
+        drawn = buffer_of("tokens and targets", (batch, plan.seq_len + 1), INT64)
+        both = [] if isinstance(stage.model, TracedModel) or stage.model.computes_loss else [drawn]
+        yield from (*allocs(*both, *stage.inputs), *frees(*both))

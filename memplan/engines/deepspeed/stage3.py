@@ -1,0 +1,158 @@
+"""ZeRO-3: a partition of each parameter, gathered for a module's passes; gradients are reduce-scattered.
+
+Source: `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final, final
+
+from memplan.engines.deepspeed.coordinator import PartitionedParameterCoordinator
+from memplan.engines.deepspeed.flat import Slot
+from memplan.engines.deepspeed.options import overlaps
+from memplan.engines.deepspeed.stage import DeepSpeedStage
+from memplan.engines.deepspeed.zero_optimizer import Optimizer, all_reduce, flat_buffer, norms_of, stepped
+from memplan.record import Collective, Event, Stretch, allocs, events, frees
+from memplan.shapes import BOOL, FP32, FP64, Buffer, buffer_of
+
+GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP64)
+TRACKER: Final = buffer_of("inf_or_nan_tracker", (1,), BOOL)
+
+
+@final
+class Stage3Optimizer(Optimizer):
+    """Plays `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3` with contiguous gradients."""
+
+    keeps_weights = False
+
+    def __init__(
+        self, stage: DeepSpeedStage, slots: Sequence[Slot], coordinator: PartitionedParameterCoordinator
+    ) -> None:
+        super().__init__(stage, slots)
+        options, dtype, self.n_ranks = stage.options, stage.dtype, stage.plan.dp
+        self.coordinator, self.bucket_size = coordinator, options.reduce_bucket_size
+        self.parts = [slot.part(self.n_ranks) for slot in slots]
+        total = sum(self.parts)
+        self.groups = list(_sub_groups(self.parts, options.sub_group_size))
+        self.flat = flat_buffer("lp_param_buffer", total, dtype, weights=True)
+        self.masters = [flat_buffer("fp32_partitioned_groups_flat", sum(group)) for group in self.groups]
+        names = ("exp_avg", "exp_avg_sq")
+        self.moments = [[flat_buffer(name, sum(group)) for name in names] for group in self.groups]
+        self.has_moments = True
+        self.checked = [buffer_of("isinf", *one) for one in (((total,), dtype), ((total,), BOOL), ((), BOOL))]
+        self.ipg_buffer = buffer_of("ipg bucket", (self.bucket_size,), dtype)
+        self.partitions = buffer_of("grad_partitions_flat_buffer", (total,), dtype, "grads")
+        self.kept = [GLOBAL_NORM, *coordinator.persistent.values()]
+        held = self.ipg_buffer, self.partitions, TRACKER
+        self.states = [self.flat, *self.masters, *[one for both in self.moments for one in both], *held]
+        self.grads = [self.partitions]
+        self.bucket: list[Slot] = []
+
+    @property
+    def on_own_stream(self) -> list[tuple[Buffer, str]]:
+        if not overlaps(self.stage.plan):
+            return []
+        held = self.coordinator
+        gathered = [*held.whole.values(), *held.alone.values(), *held.flats]
+        reduced = [*self.flattened, *self.checked]
+        return [*((one, "all-gather") for one in gathered), *((one, "reduction") for one in reduced)]
+
+    def starts_training(self) -> bool:
+        self.has_moments = False
+        self.coordinator.start_training()
+        return True
+
+    def setup(self) -> Iterator[Event]:
+        """The joined partitions, masters, the bucket, and the gradients' partitions.
+
+        The weights are gone: partitions are joined on the host, and the cache is emptied.
+
+        Source: `deepspeed.runtime.zero.utils:defragment`.
+        """
+        yield from allocs(self.flat)
+        converted = [buffer_of("converted partition", master.shape, FP32) for master in self.masters]
+        for i, master in enumerate(self.masters):  # each is freed once the next one is there
+            yield from (*allocs(converted[i]), *frees(*converted[max(0, i - 1) : i]), *allocs(master))
+        yield from frees(converted[-1])
+        yield from allocs(TRACKER, self.ipg_buffer, self.partitions)
+
+    def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
+        """Plays `reduce_independent_p_g_buckets_and_remove_grads`: a full bucket is reduced first."""
+        held = sum([one.n_elements for one in self.bucket])
+        if held + slot.n_elements > self.bucket_size and self.bucket:
+            yield from self._reduce_and_partition_ipg_grads()
+            held = 0
+        if held + slot.n_elements <= self.bucket_size:
+            yield from frees(self.grad(slot))
+        self.bucket.append(slot)
+
+    def _reduce_and_partition_ipg_grads(self) -> Iterator[Event]:
+        """Reduce-scatters the bucket; a single gradient of which all ranks have equal parts is not copied.
+
+        Source: `deepspeed.runtime.comm.coalesced_collectives:reduce_scatter_coalesced`.
+        """
+        parts = [slot.part(self.n_ranks) for slot in self.bucket]
+        flat = buffer_of("gradients to reduce", (sum(parts) * self.n_ranks,), self.stage.dtype)
+        one = len(self.bucket) == 1 and self.bucket[0].n_elements % self.n_ranks == 0
+        pads = [slot.part(self.n_ranks) * self.n_ranks - slot.n_elements for slot in self.bucket]
+        padding = [buffer_of("padding", (n,), self.stage.dtype) for n in pads if n]
+        copies = [] if one else [*padding, flat]
+        self.flattened += copies
+        yield from allocs(*copies)
+        yield Collective(
+            kind="reduce_scatter", axis="dp", what="reduce gradients",
+            payload_bytes=flat.n_bytes, overlap="backward",
+        )  # fmt: skip
+        yield from frees(*copies)
+        yield from frees(*[self.grad(slot) for slot in self.bucket if slot.n_elements > self.bucket_size])
+        self.bucket = []
+
+    def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
+        if self.bucket:
+            yield from self._reduce_and_partition_ipg_grads()
+
+    def step(self) -> Stretch:
+        """Plays `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step`."""
+        held = self.coordinator
+        norms = [buffer_of(name, (), FP64) for name in ("norm of a group", "scaled_global_grad_norm")]
+        updates: list[Event] = []
+        for group, moments in zip(self.groups, self.moments, strict=True):
+            wide = buffer_of("single_grad_partition", (sum(group),), FP32)
+            flat = [buffer_of("flat gradients", (sum(group),), self.stage.dtype)] if len(group) > 1 else []
+            made = () if self.has_moments else moments
+            updates += [*allocs(*flat, wide), *frees(*flat), *allocs(*made), *frees(wide)]
+        self.has_moments = True
+        check = self._overflow_check() if self.stage.plan.formats.loss_scaled else ()
+        return stepped(
+            events("norm of gradients", (*held.release_all(), *check, *self._norm(norms))),
+            after=(
+                *allocs(GLOBAL_NORM), *updates, *held.gather_persistent(), *frees(*norms, GLOBAL_NORM)
+            ),
+        )  # fmt: skip
+
+    def _overflow_check(self) -> tuple[Event, ...]:
+        """Whether a gradient is infinite or no number, in float16 (`has_overflow`)."""
+        magnitudes, mask, found = self.checked
+        isinf = (*allocs(magnitudes, mask), *frees(magnitudes), *allocs(found), *frees(mask, found))
+        isnan = (*allocs(mask, found), *frees(mask, found))
+        return *isinf, *isnan, all_reduce("overflow flag", found.n_bytes)
+
+    def _norm(self, norms: Sequence[Buffer]) -> Iterator[Event]:
+        """The norm of each partition of a gradient, in float64 (`get_grad_norm_direct`)."""
+        of_group, total = norms
+        for parts in self.groups:
+            yield from norms_of(self.stage, parts)
+            yield all_reduce("norm of gradients", FP64.itemsize)
+            yield from allocs(of_group)
+        yield from (*frees(*[of_group] * (len(self.groups) - 1)), *allocs(total))
+
+
+def _sub_groups(parts: Sequence[int], most: int) -> Iterator[list[int]]:
+    """The partitions that are updated together: a group ends once it has `sub_group_size` elements."""
+    group: list[int] = []
+    for n in parts:
+        group.append(n)
+        if sum(group) >= most:
+            yield group
+            group = []
+    if group:
+        yield group

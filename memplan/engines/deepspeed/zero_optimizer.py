@@ -1,0 +1,104 @@
+"""The interface of an optimizer: its states, its hook of a gradient, its part of backward, its step."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from memplan.engines.deepspeed.flat import Slot, calls_of
+from memplan.engines.deepspeed.stage import DeepSpeedStage
+from memplan.kernels import norm_scratch
+from memplan.record import Collective, Event, Overlap, Stretch, allocs, chain, events, frees
+from memplan.shapes import FP32, FP64, UINT8, Buffer, DType, buffer_of
+
+UPDATE_NAME: Final = "optimizer step"
+"""The stretch before which the first step makes FusedAdam's moments."""
+
+
+class Optimizer(ABC):
+    """An optimizer around FusedAdam, on one rank; a backward pass calls `hook` for each gradient.
+
+    `states`: the flat tensors that are alive between steps. `grads`: what its step reads. `kept`: what a step
+    frees and makes anew. `made_in_step`: the moments, if the first step makes them. `keeps_weights`: it is
+    set up beside the module's whole weights. `scales_loss`: it multiplies the loss by a scale, 1 in bfloat16.
+    """
+
+    states: Sequence[Buffer]
+    grads: Sequence[Buffer]
+    kept: Sequence[Buffer] = ()
+    made_in_step: Sequence[Buffer] = ()
+    keeps_weights: bool = True
+    scales_loss: bool = True
+
+    def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot]) -> None:
+        self.stage, self.slots = stage, slots
+        self.grad_of = stage.trace.gradients()
+        self.flattened: list[Buffer] = []
+
+    @property
+    def on_own_stream(self) -> Sequence[tuple[Buffer, str]]:
+        """The buffers that are allocated on other streams, each with its stream."""
+        return ()
+
+    def starts_training(self) -> bool:
+        """Goes back to before the first step; whether that step differs beyond `made_in_step`."""
+        return False
+
+    @abstractmethod
+    def setup(self) -> Iterator[Event]:
+        """What `deepspeed.initialize` allocates and frees, the module's weights being there."""
+
+    @abstractmethod
+    def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
+        """What happens once a gradient is there; `older`: it was added to one of an earlier micro-batch."""
+
+    @abstractmethod
+    def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
+        """What happens when a backward pass is over, at an accumulation boundary or not."""
+
+    @abstractmethod
+    def step(self) -> Stretch:
+        """The update."""
+
+    def grad(self, slot: Slot) -> Buffer:
+        """A parameter's gradient, as autograd has made it."""
+        return self.grad_of[slot.parameter]
+
+    def reduced(self, sizes: Iterable[int], most: int, overlap: Overlap = "nothing") -> Iterator[Event]:
+        """The all-reduces of gradients that are flattened first; a single tensor is not copied.
+
+        Source: torch/csrc/utils/tensor_flatten.h (`flatten_dense_tensors`).
+        """
+        for call in calls_of(sizes, most):
+            flat = buffer_of("gradients to reduce", (sum(call),), self.stage.dtype)
+            copies = [flat] if len(call) > 1 else []
+            self.flattened += copies
+            yield from allocs(*copies)
+            yield all_reduce("reduce gradients", flat.n_bytes, overlap)
+            yield from frees(*copies)
+
+
+def all_reduce(what: str, n_bytes: int, overlap: Overlap = "nothing") -> Collective:
+    """An all-reduce over the data-parallel ranks."""
+    return Collective(kind="all_reduce", axis="dp", what=what, payload_bytes=n_bytes, overlap=overlap)
+
+
+def flat_buffer(name: str, n_elements: int, dtype: DType = FP32, *, weights: bool = False) -> Buffer:
+    """A flat tensor between steps: of weights, or of optimizer state."""
+    return buffer_of(name, (n_elements,), dtype, "weights" if weights else "optimizer")
+
+
+def stepped(*before: Stretch, after: Iterable[Event] = ()) -> Stretch:
+    """A step: what comes before FusedAdam's kernel, the kernel, which works in place, and what follows."""
+    return chain("update", *before, events(UPDATE_NAME, after))
+
+
+def norms_of(stage: DeepSpeedStage, sizes: Iterable[int]) -> Iterator[Event]:
+    """The norm of each gradient of so many elements, in float64; all norms are alive together, then freed."""
+    norms = []
+    for n_elements in sizes:
+        wide = buffer_of("gradient in float64", (n_elements,), FP64)
+        norms.append(buffer_of("norm of a gradient", (), FP64))
+        scratch = norm_scratch(stage.device, n_elements)
+        own = [buffer_of("scratch of a norm", (n_bytes,), UINT8) for n_bytes in scratch]
+        yield from (*allocs(wide, norms[-1], *own), *frees(*own, wide))
+    yield from frees(*norms)

@@ -1,0 +1,81 @@
+"""The order in which modules are called, forward and backward, from the hooks in a trace.
+
+A trace has the hooks of operations that are modules (`memplan.ops.modules`); the modules around them follow
+from their names.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Generic, NamedTuple, TypeVar, final
+
+from memplan.engines.trace import Segment
+from memplan.record import UnitHook
+from memplan.shapes import Parameter
+
+Own = TypeVar("Own")
+"""What an engine has for each parameter of a module."""
+
+
+class Part(NamedTuple, Generic[Own]):
+    """A part of a pass: its events, what the engine has for its parameters, and the number of its block."""
+
+    name: str
+    segment: Segment
+    owned: Mapping[Parameter, Own]
+    block: int | None = None
+
+
+class Called(NamedTuple, Generic[Own]):
+    """A module that a hook is called for: its path, and its own parameters (containers have none)."""
+
+    path: str
+    own: tuple[Own, ...]
+
+
+def called(part: Part[Own], hook: UnitHook) -> Called[Own]:
+    """The module of a hook."""
+    (path,) = hook.parameters
+    own = [one for parameter, one in part.owned.items() if parameter.name.startswith(f"{path}.")]
+    return Called(path.replace("*", str(part.block)), tuple(own))
+
+
+@final
+class Containers:
+    """The modules around others, which are called just before the first module in them.
+
+    Forward and backward passes are told apart: a recomputation calls a block while its backward pass runs.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+
+    def entered(self, hook: UnitHook, path: str) -> list[str]:
+        """The containers of a module that the module before it was not in, outermost first."""
+        direction = hook.kind.partition("_")[2]
+        known = {*_around(self._last[direction])} if direction in self._last else set()
+        self._last[direction] = path
+        return [container for container in _around(path) if container not in known]
+
+
+def _around(path: str) -> Iterator[str]:
+    """The containers of a module, outermost first; a list of blocks is never called.
+
+    >>> list(_around("blocks.3.attention.wq"))
+    ['', 'blocks.3', 'blocks.3.attention']
+    """
+    yield ""
+    names = path.split(".")[:-1]
+    for n in range(1, len(names) + 1):
+        if n == len(names) or not names[n].isdigit():
+            yield ".".join(names[:n])
+
+
+def recorded_order(parts: Iterable[Part[Own]]) -> list[tuple[Own, ...]]:
+    """What each module owns, in the order in which modules are called, forward and backward."""
+    containers, order = Containers(), list[tuple[Own, ...]]()
+    for part in parts:
+        for event in part.segment.events:
+            if isinstance(event, UnitHook) and event.kind.startswith("pre"):
+                module = called(part, event)
+                order += [()] * len(containers.entered(event, module.path))
+                order.append(module.own)
+    return order

@@ -1,0 +1,159 @@
+"""A pipeline stage of a model as engines play it: its trace, its runs of equal blocks, its parameters."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+
+from memplan.device import Device
+from memplan.engines.recorded import recorded
+from memplan.engines.split import BlockRuns, SplitTrace, split_traced
+from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
+from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, Release, product_workspace_bytes
+from memplan.models import Layers, Model, TracedModel
+from memplan.models.base import Role as BlockRole
+from memplan.plan import Plan
+from memplan.shapes import UINT8, Buffer, Parameter, Role, buffer_of
+from memplan.tape import OpContext
+
+StageKind = tuple[bool, bool, tuple[Layers, ...]]
+"""Whether a stage is the first, whether it is the last, and its blocks."""
+
+
+def trained(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """The parameters that require gradients."""
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def cublas_workspaces(
+    device: Device, release: Release, passes: Iterable[frozenset[Buffer]]
+) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
+    """The workspaces that cuBLAS keeps, each with the matrix products whose first one allocates it.
+
+    One for the caller's thread (forward passes) and one for autograd's (backward passes), `passes`; in torch
+    2.11 also one of cuBLASLt for each, which adds biases. None from 2.15 on.
+
+    Source: aten/src/ATen/cuda/CublasHandlePool.cpp (`getCurrentCUDABlasHandle`,
+    `cublas_handle_stream_to_workspace`, `cublaslt_handle_stream_to_workspace`), autograd/engine.cpp
+    (`Engine::thread_init`).
+    """
+    if device.on_cpu or release >= FREES_WORKSPACES:
+        return ()
+    cublas = buffer_of("cuBLAS workspace", (product_workspace_bytes(device, release),), UINT8)
+    lt = buffer_of("cuBLASLt workspace", (LT_WORKSPACE_BYTES,), UINT8)
+    found = [(products, cublas) for products in passes]
+    if release < (2, 12):
+        biased = [frozenset(y for y in own if y.role is Role.BIASED_PRODUCT) for own, _ in found]
+        found += [(products, lt) for products in biased if products]
+    return tuple(found)
+
+
+class ModelStage(ABC):
+    """A pipeline stage of a model under a plan: blocks, and the ends if it is the `first` or the `last`."""
+
+    model: Model
+    plan: Plan
+    first: bool
+    last: bool
+    layers: tuple[Layers, ...]
+    n_blocks: int
+
+    @property
+    @abstractmethod
+    def op_context(self) -> OpContext:
+        """What the operations of a pass see."""
+
+    @cached_property
+    def runs(self) -> BlockRuns:
+        """The stage's runs of equal consecutive blocks; a stage without blocks has one run of length 0."""
+        recompute, limit = self.plan.recompute, self.plan.recompute_blocks
+        left = self.n_blocks if limit is None else limit
+        found: list[tuple[BlockKind, int]] = []
+        for kind, n in self.layers:
+            again = min(n, left) if recompute != "none" else 0
+            left -= again
+            found += [(BlockKind(kind, recompute), again), (BlockKind(kind, "none"), n - again)]
+        none = (BlockKind(self.model.layers[0].kind, recompute), 0)
+        return tuple([run for run in found if run[1]]) or (none,)
+
+    def traced(self, kinds: tuple[BlockKind, ...]) -> Trace:
+        """The trace of one micro-batch through the stage's ends and a block of each of these kinds."""
+        if isinstance(self.model, TracedModel):
+            ends = (self.first, self.last) if self.plan.pp > 1 else None
+            return recorded(self.model, self.op_context, kinds, ends)
+        return traced(
+            self.model, self.op_context, first=self.first, last=self.last,
+            kinds=kinds, keep_logits=self.plan.pp > 1,
+        )  # fmt: skip
+
+    @cached_property
+    def _with_blocks(self) -> Trace:
+        return self.traced(tuple(dict(self.runs)))
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The trace of one micro-batch through this kind of stage."""
+        return self._with_blocks if self.n_blocks else without_blocks(self._with_blocks)
+
+    @cached_property
+    def split(self) -> SplitTrace:
+        """The two parts of a split backward pass."""
+        return split_traced(self._with_blocks, self.model, self.op_context, last=self.last, runs=self.runs)
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[Block, int], ...]:
+        """The traced block of each run of equal blocks, and the run's length."""
+        return tuple([(self.trace.blocks[kind], n) for kind, n in self.runs])
+
+    @cached_property
+    def forward_order(self) -> tuple[tuple[Segment, int], ...]:
+        """The blocks' forward passes in order, with counts.
+
+        A stage's first block is listed alone, and so is its last one if the output is sent.
+        """
+        (entry, n_entry), *others = self.blocks
+        order = [(entry.entry, min(1, n_entry)), (entry.forward, n_entry - 1)]
+        order += [(block.forward, n) for block, n in others]
+        found = [(segment, n) for segment, n in order if n > 0]
+        if found and not self.last:
+            last, n = found.pop()
+            found += [(last, n - 1)] if n > 1 else []
+            found.append((self.trace.sending(last), 1))
+        return tuple(found)
+
+    @cached_property
+    def block_parameters(self) -> tuple[tuple[tuple[Parameter, ...], int, BlockRole], ...]:
+        """The parameters of one block of each run, the run's length, and what its blocks are."""
+        known = {kind.kind: block.parameters for kind, block in self.trace.blocks.items()}
+        return tuple([(known[kind], n, self.model.role(kind)) for kind, n in self.layers])
+
+    @property
+    def counted_parts(self) -> list[tuple[tuple[Parameter, ...], int]]:
+        """The parameters of the embedding, of one block of each run, and of the head, with their number."""
+        blocks = [(block.parameters, n) for block, n in self.blocks]
+        return [(self.trace.embed_parameters, 1), *blocks, (self.trace.head_parameters, 1)]
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The module's buffers, such as rotary angles."""
+        return (*self.embedding_buffers, *self.model.buffers(self.plan.seq_len))
+
+    @property
+    def embedding_buffers(self) -> tuple[Buffer, ...]:
+        """The embedding's buffers."""
+        return self.model.embedding_buffers() if self.first else ()
+
+    def parameters(self) -> list[Parameter]:
+        """Every parameter, in the module's order."""
+        blocks = [parameter for parameters, n, _ in self.block_parameters for parameter in parameters * n]
+        return [*self.trace.embed_parameters, *blocks, *self.trace.head_parameters]
+
+    def modules(self) -> Iterator[tuple[Sequence[Parameter], tuple[Buffer, ...]]]:
+        """The parameters and the buffers of its modules in their order: the embedding, blocks, the head."""
+        model, head = self.model, self.trace.head_parameters
+        yield self.trace.embed_parameters, self.embedding_buffers
+        for parameters, n, _ in self.block_parameters:
+            yield from [(parameters, ())] * n
+        after = model.made_after_buffers
+        output = [one for one in head if after and one.name.startswith(f"{after}.")]
+        yield [one for one in head if one not in output], model.buffers(self.plan.seq_len)
+        yield output, ()

@@ -1,0 +1,202 @@
+"""DeepSpeed 0.19: the JSON that `deepspeed.initialize(config=...)` takes, in and out.
+
+Source: `deepspeed.runtime.config:DeepSpeedConfig`, `deepspeed.runtime.zero.config:DeepSpeedZeroConfig`.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Final, final
+
+from memplan.engines.options import plan_dict
+from memplan.errors import InvalidValue, shown_value, unknown_name
+from memplan.launchers.base import Job, Launcher, Limit, Read
+from memplan.models import Model
+
+BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SECTIONS: Final = ("optimizer", "zero_optimization", "bf16", "fp16", "gradient_clipping")
+
+HARMLESS: Final = frozenset({
+    *("steps_per_print", "wall_clock_breakdown", "dump_state", "scheduler", "tensorboard", "wandb"),
+    *("csv_monitor", "comms_logger", "memory_breakdown", "zero_allow_untested_optimizer", "checkpoint"),
+})  # fmt: skip
+"""Keys that change no byte of a step."""
+
+OF_ZERO: Final = ("overlap_comm", "reduce_bucket_size")
+OF_STAGE_3: Final = (
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
+    *("stage3_max_reuse_distance", "sub_group_size"),
+)
+"""Keys of `zero_optimization` that a plan has, and those that only its stage 3 reads."""
+
+AUTO: Final[Mapping[str, Callable[[int], int]]] = {
+    "reduce_bucket_size": lambda d_model: d_model * d_model,
+    "stage3_prefetch_bucket_size": lambda d_model: int(0.9 * d_model * d_model),
+    "stage3_param_persistence_threshold": lambda d_model: 10 * d_model,
+}
+"""What "auto" stands for as transformers' Trainer fills it in.
+
+Source: transformers.integrations.deepspeed (`HfTrainerDeepSpeedConfig.trainer_config_finalize`).
+"""
+
+AT_DEFAULT: Final[Mapping[str, Any]] = {
+    "contiguous_gradients": True,
+    "reduce_scatter": True,
+    "use_multi_rank_bucket_allreduce": True,
+    "allgather_partitions": True,
+    "compute_grad_norm": True,
+    "ignore_unused_parameters": True,
+    **dict.fromkeys(("round_robin_gradients", "parameter_alignment", "zero_quantized_weights"), False),
+    **dict.fromkeys(("zero_quantized_gradients", "cpu_offload", "cpu_offload_param"), False),
+    **dict.fromkeys(("offload_optimizer", "offload_param", "zenflow", "mics_shard_size"), None),
+    "zero_hpz_partition_size": 1,
+    **dict.fromkeys(("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"), False),
+    "stage3_module_granularity_threshold": 0,
+}
+"""Keys of `zero_optimization` with the only value that has a rule; `{"device": "none"}` is None."""
+
+NO_BYTES: Final = frozenset({
+    *("allgather_bucket_size", "load_from_fp32_weights", "elastic_checkpoint", "legacy_stage1"),
+    *("log_trace_cache_warnings", "stage3_gather_16bit_weights_on_model_save"),
+    "stage3_gather_fp16_weights_on_model_save",
+})  # fmt: skip
+"""Keys of `zero_optimization` that change no byte of a step."""
+
+PRECISIONS: Final = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
+OPTIMIZERS: Final = {"adam": "adam", "adamw": "adamw"}
+
+
+@final
+class DeepSpeedLauncher(Launcher):
+    """`deepspeed.initialize`."""
+
+    engine: ClassVar[str] = "deepspeed"
+    file: ClassVar[str] = "ds_config.json"
+
+    def limits(self, job: Job) -> Iterator[Limit]:
+        if job.estimate.device.on_cpu:
+            yield Limit("device='cpu': DeepSpeed is told of GPUs here", {"device": None})
+
+    def notes(self, job: Job) -> Iterator[str]:
+        yield "The learning rate is DeepSpeed's default unless optimizer.params.lr says another."
+        if job.estimate.plan.recompute != "none":
+            yield "Recomputation is the training script's: it checkpoints the model's blocks."
+
+    def text(self, job: Job, notes: tuple[str, ...]) -> str:
+        plan = job.estimate.plan
+        options = plan_dict(plan)
+        told = _read_by(plan.zero)
+        zero = {"stage": plan.zero} | {name: options[name] for name in told if options[name] is not None}
+        half = next(word for word, precision in PRECISIONS.items() if precision == plan.precision)
+        optimizer = {"adam": "Adam", "adamw": "AdamW"}[plan.optimizer]
+        values = {
+            **dict(zip(BATCH, (plan.global_batch, plan.micro_batch, plan.n_micro_batches), strict=True)),
+            half: {"enabled": True},
+            "gradient_clipping": plan.clip_grad_norm or 0.0,
+            "zero_optimization": zero,
+            "optimizer": {"type": optimizer, "params": {"adam_w_mode": plan.optimizer == "adamw"}},
+        }
+        return json.dumps(values, indent=2) + "\n"
+
+    def read(self, text: str, model: Model | None) -> Read:
+        if model is None:
+            raise InvalidValue("names no model; give one beside it, as in llama-3-8b.")
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise InvalidValue(f"is no JSON: {error}; use one object of DeepSpeed's keys.") from None
+        return read_configuration(values, model)
+
+
+def read_configuration(values: Any, model: Model) -> Read:
+    """The keywords of a DeepSpeed configuration for a model, whose width "auto" depends on.
+
+    Raises:
+        InvalidValue, UnknownName: a key that DeepSpeed does not know, or that no rule covers.
+    """
+    if not isinstance(values, Mapping):
+        raise InvalidValue(f"{shown_value(values)} is no DeepSpeed configuration; use an object of its keys.")
+    _check_names("key of a DeepSpeed configuration", values, {*BATCH, *SECTIONS, *HARMLESS})
+    keywords: dict[str, Any] = {"engine": "deepspeed", "precision": _precision(values)}
+    keywords |= _zero(_section(values, "zero_optimization"), model)
+    if clip := values.get("gradient_clipping", 0.0):
+        keywords["clip_grad_norm"] = clip
+    keywords["optimizer"] = _optimizer(_section(values, "optimizer"))
+    total, each, steps = (_count(name, values) for name in BATCH)
+    if total is None and each is None:
+        raise InvalidValue(
+            "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided; use "
+            "train_micro_batch_size_per_gpu."
+        )
+    keywords |= {name: n for name, n in (("global_batch", total), ("micro_batch", each)) if n is not None}
+    return Read(keywords=keywords, n_micro_batches=steps or (1 if total is None or each is None else None))
+
+
+def _check_names(what: str, found: Mapping[str, Any], known: set[str]) -> None:
+    for name in found:
+        if name not in known:
+            raise unknown_name(what, name, known)
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = values.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise InvalidValue(f"{name}={shown_value(found)} is no section; use an object of its keys.")
+    return found
+
+
+def _count(name: str, values: Mapping[str, Any]) -> int | None:
+    """A number of samples or steps; "auto" is left to the training script, and here to the flags."""
+    n = values.get(name)
+    if n is None or n == "auto":
+        return None
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise InvalidValue(f"{name}={shown_value(n)} has to be greater than 0; use a whole number.")
+    return n
+
+
+def _precision(values: Mapping[str, Any]) -> str:
+    on = [word for word in PRECISIONS if _section(values, word).get("enabled") in (True, "auto")]
+    if len(on) != 1:
+        said = "both bf16 and fp16 are enabled" if on else "neither bf16.enabled nor fp16.enabled is true"
+        raise InvalidValue(f"{said}, which has no rule; enable one of them.")
+    return PRECISIONS[on[0]]
+
+
+def _zero(section: Mapping[str, Any], model: Model) -> dict[str, Any]:
+    _check_names(
+        "key of zero_optimization", section, {"stage", *OF_ZERO, *OF_STAGE_3, *AT_DEFAULT, *NO_BYTES}
+    )
+    for name, usual in AT_DEFAULT.items():
+        value = section.get(name, usual)
+        value = None if isinstance(value, Mapping) and value.get("device") == "none" else value
+        if value not in (usual, "auto"):
+            raise InvalidValue(
+                f"zero_optimization.{name}={shown_value(value)} has no rule yet; use {json.dumps(usual)}, or "
+                "leave it out."
+            )
+    found: dict[str, Any] = {"zero": section.get("stage", 0)}
+    for name in [name for name in _read_by(found["zero"]) if section.get(name) is not None]:
+        value = section[name]
+        if value == "auto" and name in AUTO:
+            value = AUTO[name](model.d_model)
+        if value != "auto":
+            found[name] = int(value) if isinstance(value, float) and value.is_integer() else value
+    return found
+
+
+def _read_by(stage: Any) -> tuple[str, ...]:
+    """The keys of a plan's options that a stage reads."""
+    return () if not stage else (*OF_ZERO, *OF_STAGE_3) if stage == 3 else OF_ZERO
+
+
+def _optimizer(section: Mapping[str, Any]) -> str:
+    kind = str(section.get("type", "AdamW"))
+    if kind.lower() not in OPTIMIZERS:
+        raise unknown_name("optimizer.type", kind, ("Adam", "AdamW"))
+    params = _section(section, "params")
+    if params.get("torch_adam"):
+        raise InvalidValue("optimizer.params.torch_adam=true has no rule yet; leave it out for FusedAdam.")
+    return "adam" if kind.lower() == "adam" and params.get("adam_w_mode") is False else "adamw"
+
+
+DEEPSPEED: Final = DeepSpeedLauncher()

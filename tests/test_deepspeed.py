@@ -1,0 +1,209 @@
+"""DeepSpeed: its partitions, laws, refusals, and its JSON in and out; bytes are replayed from records."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import memplan
+from memplan import launchers
+from memplan.device import H100
+from memplan.engines.deepspeed.flat import Partitions, calls_of, slots_of
+from memplan.engines.options import plan_of
+from memplan.errors import MemplanError
+from memplan.estimate import rank_estimate
+from memplan.launchers.deepspeed import read_configuration
+from memplan.models.lookup import resolve
+from memplan.shapes import BF16, Parameter
+from memplan.testing import check_laws
+from validate.suites.models import GPT
+
+USUAL: dict[str, Any] = {"engine": "deepspeed", "dp": 4, "seq_len": 32, "reduce_bucket_size": 10_000}
+
+SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
+
+
+@given(SIZES, st.integers(2, 9))
+def test_the_slices_of_all_partitions_are_the_parameters(sizes, n_ranks):
+    slots = slots_of([Parameter(str(i), (n,), BF16) for i, n in enumerate(sizes)])
+    partitions = Partitions(slots, n_ranks)
+    assert partitions.n_elements % (2 * n_ranks) == 0
+    slices = [n for rank in range(n_ranks) for n in partitions.slices(rank).values()]
+    assert sum(slices) == sum(sizes) <= partitions.n_elements < sum(sizes) + 2 * n_ranks
+    assert all(sum(partitions.slices(rank).values()) <= partitions.size for rank in range(n_ranks))
+
+
+@given(SIZES, st.integers(2, 9))
+def test_a_bucket_has_one_range_for_each_rank_in_a_row(sizes, n_ranks):
+    slots = slots_of([Parameter(str(i), (n,), BF16) for i, n in enumerate(sizes)])
+    partitions = Partitions(slots, n_ranks)
+    ranges = list(partitions.ranges(slots))
+    assert sum(ranges) == sum(sizes)
+    assert len(ranges) == -(-sum(sizes) // partitions.size)
+
+
+@given(SIZES, st.integers(1, 100))
+def test_a_collective_ends_once_it_has_more_than_a_bucket(sizes, most):
+    calls = list(calls_of(sizes, most))
+    assert [n for call in calls for n in call] == sizes
+    assert all(sum(call[:-1]) <= most for call in calls)
+    assert all(sum(call) > most for call in calls[:-1])
+
+
+LAWFUL: list[dict[str, Any]] = [
+    {"zero": 0, "reduce_bucket_size": 500_000_000},
+    {"zero": 1},
+    {"zero": 1, "overlap_comm": True, "global_batch": 16, "clip_grad_norm": 1.0},
+    {"zero": 2, "precision": "fp16-mixed", "recompute": "full"},
+    {"zero": 2, "overlap_comm": True, "global_batch": 12, "dp": 3},
+    {"zero": 3},
+    {"zero": 3, "dp": 3, "global_batch": 15, "recompute": "full", "overlap_comm": False},
+    {"zero": 3, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0},
+]
+
+
+@pytest.mark.parametrize("options", LAWFUL, ids=str)
+def test_laws_hold_under_deepspeed(options):
+    asked = USUAL | options
+    check_laws(memplan.estimate(GPT, cluster=f"{asked['dp']}xh100-sxm", **asked))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("dp", [2, 5, 8])
+def test_no_rank_holds_more_than_the_one_that_is_shown(zero, dp):
+    asked = USUAL | {"zero": zero, "dp": dp}
+    plan = plan_of(**asked)
+    shown = memplan.estimate(GPT, **asked).peak.total_bytes
+    ranks = [rank_estimate(GPT, plan, plan.place(rank), H100) for rank in range(dp)]
+    assert max(one.peak.total_bytes for one in ranks) == shown
+
+
+def test_zero_1_keeps_all_gradients_until_backward_is_over_unless_it_overlaps():
+    usual: dict[str, Any] = {
+        "engine": "deepspeed",
+        "cluster": "8xh100-sxm",
+        "recompute": "full",
+        "seq_len": 4096,
+    }
+    late = memplan.estimate("llama-3-8b", zero=1, **usual)
+    early = memplan.estimate("llama-3-8b", zero=1, overlap_comm=True, **usual)
+    assert late.peak.total_bytes - early.peak.total_bytes > 9 * 2**30
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
+    ({"zero": 2, "sub_group_size": 10}, "sub_group_size=10 is of another ZeRO stage"),
+    ({"zero": 2, "offload": True}, "offload=True (zero_optimization.offload_optimizer)"),
+    ({"zero": 1, "precision": "fp32"}, "precision='fp32'"),
+    ({"zero": 1, "optimizer": "sgd"}, "optimizer='sgd'"),
+    ({"zero": 1, "tp": 2}, "tp=2"),
+    ({"zero": 1, "dp": 1}, "dp=1"),
+    ({"zero": 0}, "reduce_bucket_size=10000"),
+]
+
+
+@pytest.mark.parametrize("options,said", REFUSED, ids=[said for _, said in REFUSED])
+def test_what_has_no_rule_is_refused_with_a_way_out(options, said):
+    with pytest.raises(MemplanError, match=rf"^{re.escape(said)}.*; (use|leave)"):
+        memplan.estimate(GPT, **USUAL | options)
+
+
+# --- Its JSON ---
+
+CONFIGURATION: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 3,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e7},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "steps_per_print": 10,
+}
+
+
+def test_a_configuration_is_a_plan():
+    found = read_configuration(CONFIGURATION, GPT).on_ranks(8)
+    told = {"engine": "deepspeed", "zero": 2, "overlap_comm": True, "reduce_bucket_size": 50_000_000}
+    told |= {"micro_batch": 2, "global_batch": 48, "clip_grad_norm": 1.0, "precision": "bf16-mixed"}
+    assert told.items() <= found.items()
+    memplan.estimate(GPT, cluster="8xh100-sxm", seq_len=32, **found)
+
+
+def test_auto_is_what_the_trainer_fills_in_and_a_stage_leaves_others_keys_unread():
+    section: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": True,
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9,
+    }
+    section |= dict.fromkeys(("reduce_bucket_size", "stage3_param_persistence_threshold"), "auto")
+    found = read_configuration(CONFIGURATION | {"zero_optimization": section}, GPT).keywords
+    d = GPT.d_model
+    assert (found["reduce_bucket_size"], found["stage3_param_persistence_threshold"]) == (d * d, 10 * d)
+    section["stage"] = 2
+    found = read_configuration(CONFIGURATION | {"zero_optimization": section}, GPT).keywords
+    assert not [name for name in found if name.startswith("stage3") or name == "sub_group_size"]
+
+
+@pytest.mark.parametrize("n,micro_batch,global_batch", [(None, 2, 16), (4, 1, 32)])
+def test_batches_are_completed_as_deepspeed_does(n, micro_batch, global_batch):
+    values = {key: value for key, value in CONFIGURATION.items() if "train" not in key and "grad" not in key}
+    values |= {"train_micro_batch_size_per_gpu": 2} if n is None else {"train_batch_size": 32}
+    values |= {} if n is None else {"gradient_accumulation_steps": n}
+    found = read_configuration(values, GPT).on_ranks(8)
+    assert (found["micro_batch"], found["global_batch"]) == (micro_batch, global_batch)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_an_estimate_takes_a_configuration_as_a_dict_or_a_file(tmp_path, as_file):
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(CONFIGURATION))
+    given = file if as_file else CONFIGURATION
+    found = memplan.estimate(GPT, cluster="8xh100-sxm", seq_len=32, deepspeed=given)
+    assert (found.plan.engine, found.plan.zero, found.plan.n_micro_batches) == ("deepspeed", 2, 3)
+    with pytest.raises(MemplanError, match=r"^zero=1 contradicts the DeepSpeed configuration.*; leave one"):
+        memplan.estimate(GPT, cluster="8xh100-sxm", seq_len=32, deepspeed=given, zero=1)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
+    ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean 'overlap_comm'"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer="),
+    ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients=True has no rule"),
+    ({"train_batch_size": 47}, "train_batch_size is not equal to micro_batch_per_gpu"),
+    ({"fp16": {"enabled": True}}, "both bf16 and fp16"),
+    ({"optimizer": {"type": "Lamb"}}, "unknown optimizer.type 'Lamb'"),
+    ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, "torch_adam=true has no rule"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 has to be greater than 0"),
+]
+
+
+@pytest.mark.parametrize("changed,said", WRONG, ids=[said for _, said in WRONG])
+def test_what_a_configuration_says_wrongly_is_named(changed, said):
+    with pytest.raises(MemplanError, match=re.escape(said)):
+        read_configuration(CONFIGURATION | changed, GPT).on_ranks(8)
+
+
+def test_an_export_reads_back_as_the_plan(tmp_path):
+    usual: dict[str, Any] = {
+        "engine": "deepspeed",
+        "cluster": "8xh100-sxm",
+        "seq_len": 32,
+        "recompute": "full",
+    }
+    asked: dict[str, Any] = {
+        "zero": 1,
+        "overlap_comm": True,
+        "global_batch": 32,
+        "precision": "fp16-mixed",
+        "optimizer": "adam",
+    }
+    estimated = memplan.estimate("gpt2", **usual, **asked)
+    file = tmp_path / "ds_config.json"
+    file.write_text(estimated.export("deepspeed"))
+    json.loads(file.read_text())
+    found = launchers.read(file, "deepspeed", resolve("gpt2")).on_ranks(8)
+    assert memplan.estimate("gpt2", **usual | found).plan == estimated.plan

@@ -1,0 +1,202 @@
+"""DeepSpeed itself, set up from a plan; needs `pip install deepspeed` beside a CUDA build of PyTorch.
+
+`patches` has what DeepSpeed is told where kernels do nothing.
+"""
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from memplan import Plan
+from memplan.engines.deepspeed.options import DEEPSPEED_VERSION, OF_STAGE_3, deepspeed_options
+from memplan.errors import MemplanError, PlanRefused
+from memplan.models import Decoder
+from validate.cases import Case
+from validate.standin import materialised
+from validate.systems import Training
+from validate.systems.deepspeed.patches import without_kernels
+from validate.systems.torch import modules
+from validate.systems.torch.modules import Transformer, rotations, token_loss
+from validate.systems.torch.parallelize import stage_module, torch_dtype
+from validate.systems.torch.passes import batch
+
+MASTERS: Final = {
+    0: "fp32_groups_flat",
+    1: "single_partition_of_fp32_groups",
+    2: "single_partition_of_fp32_groups",
+    3: "fp32_partitioned_groups_flat",
+}
+"""Where each stage's optimizer has its masters."""
+
+SCALE_POWER: Final = 10
+"""Of the first loss scale in float16: DeepSpeed starts at 2^16 and skips steps until nothing overflows."""
+
+
+def configuration(plan: Plan, learning_rate: float) -> dict[str, Any]:
+    """The plan as a DeepSpeed configuration."""
+    options = deepspeed_options(plan)
+    zero: dict[str, Any] = {"stage": plan.zero}
+    if plan.zero:
+        zero |= {"overlap_comm": options.overlap_comm, "reduce_bucket_size": options.reduce_bucket_size}
+    if plan.zero == 3:
+        zero |= {name: getattr(options, name) for name in OF_STAGE_3}
+    half = {"fp16": {"enabled": True, "initial_scale_power": SCALE_POWER}}
+    return {
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.n_micro_batches,
+        "gradient_clipping": plan.clip_grad_norm or 0.0,
+        "steps_per_print": 10**9,
+        "zero_optimization": zero,
+        "optimizer": {
+            "type": {"adam": "Adam", "adamw": "AdamW"}[plan.optimizer],
+            "params": {"lr": learning_rate},
+        },
+        **({"bf16": {"enabled": True}} if plan.formats.compute.name == "bfloat16" else half),
+    }
+
+
+class DeepSpeedTraining(Training):
+    """The micro-batches of a rank and DeepSpeed's engine, whose last `step` of a step is the update."""
+
+    def __init__(self, engine: Any, plan: Plan, tokens: Tensor, targets: Tensor) -> None:
+        super().__init__(_axis_of_group())
+        self._engine, self._chunks = engine, plan.loss_chunks
+        n = plan.n_micro_batches
+        self._micro_batches = list(zip(tokens.chunk(n), targets.chunk(n), strict=True))
+
+    def gradients(self) -> float | None:
+        total = 0.0
+        for i, (x, y) in enumerate(self._micro_batches):
+            if i:
+                self._engine.step()
+            loss = token_loss(self._engine(x), y, chunks=self._chunks)
+            self._engine.backward(loss)
+            total += float(loss.detach())
+            del loss
+        return total / len(self._micro_batches)
+
+    def update(self) -> None:
+        self._engine.step()
+        if self._engine.skipped_steps or not self.optimizer_states():
+            raise RuntimeError(
+                f"DeepSpeed has skipped {self._engine.skipped_steps} steps ('OVERFLOW! Skipping step'), "
+                "and its bytes are not those of a training."
+            )
+
+    def weights(self) -> Sequence[Tensor]:
+        optimizer = self._engine.optimizer
+        match self._zero:
+            case 0:
+                flat = optimizer.fp16_groups_flat
+            case 3:
+                flat = [optimizer.lp_param_buffer]
+            case _:
+                flat = optimizer.bit16_groups_flat
+        frozen = [one for one in self._engine.module.parameters() if not one.requires_grad]
+        return [*flat, *frozen]
+
+    @property
+    def _zero(self) -> int:
+        return int(self._engine.zero_optimization_stage())
+
+    def grads(self) -> Sequence[Tensor]:
+        if self._zero:
+            return [
+                one for found in self._engine.optimizer.averaged_gradients.values() for one in found or ()
+            ]
+        return [one.grad for one in self._engine.module.parameters() if one.grad is not None]
+
+    def optimizer_states(self) -> Sequence[Tensor]:
+        optimizer = self._engine.optimizer
+        masters = getattr(optimizer, MASTERS[self._zero])
+        moments = [one for state in optimizer.optimizer.state.values() for one in state.values()]
+        return [*masters, *(one for one in moments if isinstance(one, Tensor))]
+
+    def gradient_norm_squared(self) -> float:
+        raise PlanRefused("engine='deepspeed' is run for its bytes only; use device 'nogpu'.")
+
+
+def _axis_of_group() -> dict[str, str]:
+    """All groups of all ranks are of the data axis: DeepSpeed makes several."""
+    n = dist.get_world_size()
+    names = dist.distributed_c10d._world.pg_names
+    return {str(name): "dp" for group, name in names.items() if group.size() == n}
+
+
+def prepared(case: Case, rank: int, device: torch.device) -> Training:
+    """The case's engine on this rank.
+
+    Raises:
+        MemplanError: where DeepSpeed is not installed.
+        PlanRefused: anywhere but on a GPU that is not there.
+    """
+    if find_spec("deepspeed") is None:
+        raise MemplanError(
+            f"engine='deepspeed' is run by DeepSpeed itself; use pip install deepspeed=={DEEPSPEED_VERSION}."
+        )
+    if case.device != "nogpu" or case.rank is None:
+        raise PlanRefused(
+            "engine='deepspeed' is run without a GPU, one rank of a world; use the suite gpu-deepspeed with "
+            "--device nogpu."
+        )
+    if not isinstance(case.model, Decoder):
+        raise PlanRefused(f"{case.model.name}: DeepSpeed is run with memplan's own models; use llama-3-8b.")
+    plan, at = case.plan, case.plan.place(rank)
+    os.environ.update(_ranks(plan, rank))
+    config = configuration(plan, case.learning_rate)
+    with without_kernels():
+        import deepspeed
+
+        deepspeed.init_distributed("nccl", verbose=False, dist_init_required=False)
+        module = _module(case.model, plan, device, config)
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            config=config,
+            model_parameters=[one for one in module.parameters() if one.requires_grad],
+        )
+    tokens, targets = batch(case.model, plan, at, seed=case.seed, device=device)
+    return DeepSpeedTraining(engine, plan, tokens, targets)
+
+
+def _ranks(plan: Plan, rank: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(plan.world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(min(plan.world_size, 8)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def _module(model: Decoder, plan: Plan, device: torch.device, config: dict[str, Any]) -> nn.Module:
+    """The model in the type that DeepSpeed makes it, on the device; under ZeRO-3 in partitions."""
+    half = torch_dtype(plan.formats.compute)
+    if plan.zero == 3:
+        made = _partitioned(model, plan, device, config)
+    else:
+        made = stage_module(model, plan, 0, seed=None, device=torch.device("meta"))
+    made.recompute, made.recompute_blocks = plan.recompute, plan.recompute_blocks
+    return materialised(made.bfloat16() if half == torch.bfloat16 else made.half(), device)
+
+
+def _partitioned(model: Decoder, plan: Plan, device: torch.device, config: dict[str, Any]) -> Transformer:
+    """The model made under `zero.Init`, which would make rotary angles in 16 bits: they are made before."""
+    import deepspeed
+
+    theta = getattr(model, "rope_theta", None)
+    angles = None if theta is None else rotations(plan.seq_len, model.d_head, theta, device)
+    half = torch_dtype(plan.formats.compute)
+    with (
+        deepspeed.zero.Init(config_dict_or_path=config, dtype=half),
+        device,
+        patch.object(modules, "rotations", lambda *_: angles),
+    ):
+        return Transformer(model, range(model.n_layers), seq_len=plan.seq_len)
