@@ -138,6 +138,10 @@ def test_a_module_of_ones_own_needs_no_change(device):
         memplan.trace(OwnAttention(), ids[:, :255], mesh={"cp": 2}, targets=ids[:, :255], device=device)
     with pytest.raises(InvalidValue, match="cp=2 divides sequences, and no input has one"):
         memplan.trace(nn.Linear(4, 4), torch.zeros(2, 4), targets=torch.zeros(2, 4), mesh={"cp": 2})
+    with pytest.raises(InvalidValue, match="expert- and context-parallel ranks have no rule together"):
+        memplan.trace(OwnAttention(), ids, mesh={"cp": 2, "ep": 2}, **asked)
+    with pytest.raises(InvalidValue, match="run under autocast, which is not traced"):
+        memplan.trace(OwnAttention(), ids, mesh={"cp": 2}, **asked | {"precisions": ["bf16-autocast"]})
     with pytest.raises(InvalidValue, match="cp_ranks=2 is not allowed"):
         memplan.trace(OwnAttention(), ids, mesh={"cp": 2}, cp_ranks=[2], **asked)
 

@@ -248,8 +248,13 @@ def _traced(
             f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
         )
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
-    if "cp" in mesh:  # under FSDP2 alone, and PyTorch's attention in float32 has fewer kernels
+    if "cp" in mesh:  # under FSDP2 alone; float32 last, as fewer attention kernels take it
         runs = dict.fromkeys(sorted([run for run in runs if not run[1]], key=lambda run: run[0] == "float32"))
+    if not runs:
+        raise InvalidValue(
+            f"precisions={shown_value(precisions)} run under autocast, which is not traced over "
+            "context-parallel ranks; use 'bf16-mixed' or 'bf16'."
+        )
     plays_cuda = runs_on == CUDA and not executed
     shapes = Shapes(CudaTensors() if plays_cuda else None)
     why, kind = "", {"executes": executed, "any_length": any_length}
@@ -290,6 +295,11 @@ def checked_mesh(mesh: Mapping[str, int]) -> dict[Group, int]:
         raise InvalidValue(
             f"mesh={shown_value(found)}: ep={ep} is not a multiple of tp={tp}, though ranks of one tensor "
             f"group hold one batch; use {tp * -(-ep // tp)}."
+        )
+    if ep and "cp" in found:
+        raise InvalidValue(
+            f"mesh={shown_value(found)}: expert- and context-parallel ranks have no rule together yet; leave "
+            "one of them out."
         )
     return found
 
