@@ -66,6 +66,7 @@ class PartitionedParameterCoordinator:
         self.in_flight: dict[Slot, Gathered] = {}
         self.copied: set[Gathered] = set()
         self.active: dict[Slot, set[str]] = {}
+        self.saved: dict[Slot, Buffer] = {}
         self.step_id = self.n_available = 0
 
     def fetch_sub_module(self, own: Collection[Slot], module: str) -> Iterator[Event]:
@@ -129,13 +130,18 @@ class PartitionedParameterCoordinator:
         if gathered not in self.in_flight.values():
             yield from frees(gathered.flat)
 
-    def release_sub_module(self, own: Collection[Slot], module: str) -> Iterator[Event]:
-        """Releases a module's parameters, but for those that another module still uses, or one soon will."""
+    def release_sub_module(
+        self, own: Collection[Slot], module: str, *, recomputed: bool = False
+    ) -> Iterator[Event]:
+        """Releases a module's parameters, but for those that another module still uses, or one soon will.
+
+        `recomputed`: after a forward pass in the backward pass, whose saved tensors hold what is released.
+        """
         kept = self._kept(own)
         for slot in own:
             self.active.get(slot, set()).discard(module)
             if slot not in kept and not self.active.get(slot):
-                yield from self._release(slot)
+                yield from self._release(slot, saved=recomputed)
 
     def _kept(self, own: Collection[Slot]) -> set[Slot]:
         """The parameters that are not released: used again within `stage3_max_reuse_distance` elements."""
@@ -151,10 +157,22 @@ class PartitionedParameterCoordinator:
             n_elements += sum([slot.n_elements for slot in others])
         return kept
 
-    def _release(self, slot: Slot) -> Iterator[Event]:
+    def _release(self, slot: Slot, *, saved: bool = False) -> Iterator[Event]:
         if slot in self.available and slot not in self.in_flight:
             self.n_available -= slot.n_elements
-            yield from frees(self.available.pop(slot))
+            gathered = self.available.pop(slot)
+            if saved:
+                self.saved[slot] = gathered
+            else:
+                yield from frees(gathered)
+
+    def backward_over(self, slot: Slot) -> Iterator[Event]:
+        """Frees a weight that only the tensors saved by a recomputation held.
+
+        Source: `torch.utils.checkpoint:_recomputation_hook` (`x.detach()`).
+        """
+        if slot in self.saved:
+            yield from frees(self.saved.pop(slot))
 
     def release_all(self, kept: Collection[Slot] = ()) -> Iterator[Event]:
         """Releases what is gathered: all before an update, all but persistent ones after a backward pass.
@@ -180,9 +198,11 @@ class ModuleHooks:
     def __init__(self, coordinator: PartitionedParameterCoordinator) -> None:
         self.coordinator = coordinator
         self._containers = Containers()
+        self.is_backward = False
 
     def start_of_forward(self) -> None:
         """The hook of the whole module: a new micro-batch."""
+        self.is_backward = False
         self.coordinator.reset_step()
         self._containers = Containers()
 
@@ -190,7 +210,8 @@ class ModuleHooks:
         """What a hook gathers or frees."""
         path, own = called(part, hook)
         if hook.kind.startswith("post"):
-            yield from self.coordinator.release_sub_module(own, path)
+            again = hook.kind == "post_forward" and self.is_backward
+            yield from self.coordinator.release_sub_module(own, path, recomputed=again)
             return
         for container in self._containers.entered(hook, path):
             yield from self.coordinator.fetch_sub_module((), container)

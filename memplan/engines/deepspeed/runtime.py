@@ -98,6 +98,8 @@ class DeepSpeedEngine:
     def backward(self, *, older: bool, boundary: bool) -> Stretch:
         """The backward pass: hooks reduce gradients as they come, or the epilogue does."""
         optimizer, end = self.optimizer, self.trace.end_of_backward.events
+        if self.hooks is not None:
+            self.hooks.is_backward = True
         held = [LOSS, *[SCALED] * (optimizer.scales_loss and not self.stage.op_context.scales_loss)]
         hooked = partial(self._hooked, older=older, boundary=boundary)
         played = [events(part.name, hooked(part)) for part in self._backward_parts()]
@@ -116,6 +118,8 @@ class DeepSpeedEngine:
                 yield from self.hooks(part, event)
             elif isinstance(event, AccumulateGrad):
                 slot = part.owned[event.parameter]
+                if self.hooks is not None:
+                    yield from self.hooks.coordinator.backward_over(slot)
                 yield from self.optimizer.hook(slot, older=older, boundary=boundary)
 
     def micro_batches(self) -> Iterator[Stretch]:
