@@ -26,11 +26,15 @@ class Sent(NamedTuple):
 
 
 class Called(NamedTuple):
-    """How an operation is called: the places of its process group and its full tensor (None: the result)."""
+    """How an operation is called: the places of its process group and its full tensor (None: the result).
+
+    `splits`: the place of the sizes of the parts that it sends, if it has them.
+    """
 
     kind: CollectiveKind
     group: int
     operand: int | None = 0
+    splits: int | None = None
 
 
 FUNCTIONAL, IN_PLACE = torch.ops._c10d_functional, torch.ops.c10d
@@ -39,11 +43,11 @@ CALLS: Final[Mapping[Any, Called]] = {
     FUNCTIONAL.all_reduce.default: Called("all_reduce", 2),
     FUNCTIONAL.all_gather_into_tensor.default: Called("all_gather", 2, None),
     FUNCTIONAL.reduce_scatter_tensor.default: Called("reduce_scatter", 3),
-    FUNCTIONAL.all_to_all_single.default: Called("all_to_all", 3),
+    FUNCTIONAL.all_to_all_single.default: Called("all_to_all", 3, splits=2),
     IN_PLACE.allreduce_.default: Called("all_reduce", 1),
     IN_PLACE._allgather_base_.default: Called("all_gather", 2),
     IN_PLACE._reduce_scatter_base_.default: Called("reduce_scatter", 2, 1),
-    IN_PLACE.alltoall_base_.default: Called("all_to_all", 2, 1),
+    IN_PLACE.alltoall_base_.default: Called("all_to_all", 2, 1, splits=4),
 }
 """The operations of which memplan knows what they send."""
 
@@ -86,7 +90,7 @@ def sent(func: Any, args: Sequence[Any], results: Sequence[Tensor], axes: Mappin
             f"{func} has no rule: memplan does not know what it sends; trace a module without it.",
             kind="a traced module with a collective that has no rule",
         )
-    kind, at, operand = CALLS[func]
+    kind, at, operand, splits = CALLS[func]
     group = args[at]
     name = group if isinstance(group, str) else dist.ProcessGroup.unbox(group).group_name
     if name not in axes:
@@ -95,6 +99,6 @@ def sent(func: Any, args: Sequence[Any], results: Sequence[Tensor], axes: Mappin
             kind="a traced module with a collective over no axis of the mesh",
         )
     (full, *_) = tensors(results if operand is None else args[operand])
-    if kind == "all_to_all" and is_permutation(args[2]):
+    if splits is not None and is_permutation(args[splits]):
         kind = "permute"
     return Sent(kind, axes[name], tuple(full.shape), dtype_name(full.dtype))
