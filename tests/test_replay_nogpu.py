@@ -69,6 +69,7 @@ EXPECTED = {
     "a100-fsdp1": (56, (56, 55, 50), (0, 0.0003, 0.015)),  # tied models' setup is a guess; offload
     "h100-fsdp1": (56, (56, 55, 50), (0, 0.0003, 0.015)),
     "h100-deepspeed": (66, (66, 66, 66), EXACT),
+    "a100-deepspeed": (66, (66, 66, 66), EXACT),
     "a100-frontier": (87, (87, 87, 87), EXACT),
     "h100-frontier": (89, (89, 89, 89), EXACT),
     "b200-frontier": (89, (89, 89, 89), EXACT),
