@@ -16,7 +16,7 @@ from memplan.device import A100, H100, Device
 from memplan.models.traced import model_from_trace, size_at
 from memplan.models.workspaces import Asked, runs_of
 from memplan.ops.kernel_calls import kernel_events
-from memplan.record import Alloc, Compute, unrolled
+from memplan.record import Alloc, Compute, ComputeKind, unrolled
 from memplan.shapes import BF16, FP32, INT64, Buffer, DType
 from memplan.tape import OpContext
 from memplan.tracing.autocast import KEY, NARROW, WIDEST
@@ -54,10 +54,15 @@ def pair(request):
 
 
 def computed(e: memplan.Estimate) -> Counter[Any]:
-    """What is computed in the forward passes, and again in the backward passes."""
+    """What is computed in the forward passes, and again in the backward passes.
+
+    Without memory traffic: a trace does not say what a kernel reads.
+    """
     found: Counter[Any] = Counter()
     for event, n in e.worst.record.step.counts.items():
-        if isinstance(event, Compute) and event.phase != "backward":
+        if not isinstance(event, Compute) or event.kind is ComputeKind.MEMORY:
+            continue
+        if event.phase != "backward":
             found[event.kind, event.operands, event.phase, event.flops, event.dtype.name] += n
     return found
 
