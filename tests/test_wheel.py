@@ -28,8 +28,9 @@ NOT_RUN = (
     "--suite fullsize",
     "calibrate",
     "part*",
+    "model_config.yaml",
 )
-"""Commands that download, that need GPUs or a launcher, or that take a night."""
+"""Commands that download, that need GPUs, a launcher or a reader's own file, or that take a night."""
 
 
 @pytest.fixture(scope="module")

@@ -317,7 +317,7 @@ class Arguments:
             "zero": int(self.flag("use-distributed-optimizer")),
             "sequence_parallel": self.flag("sequence-parallel") and self.tp > 1,
             "micro_batch": self.count("micro-batch-size"),
-            "global_batch": self.count("global-batch-size", 0),
+            "global_batch": self.count("global-batch-size", 0) or None,
             "seq_len": self.count("seq-length"),
             "precision": precision,
             "clip_grad_norm": self.number("clip-grad", 1.0) or None,
