@@ -158,8 +158,8 @@ class Plan:
     engine: str = described(
         "torch",
         Name(
-            "Whose rules: torch, what PyTorch allocates; megatron, Megatron-Core; textbook, the papers' "
-            "formulas, for teaching, never a verdict; or another package's"
+            "Whose rules: torch, what PyTorch allocates; deepspeed, ZeRO-0 to 3; megatron, Megatron-Core; "
+            "textbook, the papers' formulas, for teaching, never a verdict; or another package's"
         ),
     )
     options: Any = None
@@ -203,7 +203,7 @@ class Plan:
 
     @property
     def n_shards(self) -> int:
-        """The ranks between which FSDP shards weights."""
+        """How many ranks the `shard_group` has."""
         return self.dp * self.cp
 
     @property
