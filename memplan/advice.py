@@ -16,7 +16,7 @@ from memplan.search.search import searched
 from memplan.search.space import divisors
 from memplan.tables import figures_of, headline, notes_text, verdict_text
 from memplan.text_tables import frame, html_text, text_table, wrapped
-from memplan.time.step import Measured
+from memplan.time.step import time_model_of
 from memplan.units import in_unit, table_unit
 from memplan.version import versioned
 
@@ -191,7 +191,7 @@ def _best(asked: Estimate, progress: Progress | None) -> Estimate | None:
         "tp_across_nodes": where.gpus_per_node % plan.tp != 0,
     }
     chosen = others | {name: value for name, value in varied.items() if value is not None}
-    if asked.step_s is None and Measured().missing(replace(plan, offload=False), where):
+    if asked.step_s is None and time_model_of(where).missing(replace(plan, offload=False), where):
         chosen["objective"] = "memory"
     found = searched(asked.model, cluster=where, keep=KEEP, progress=progress, **chosen).fitting
     return None if found is None else found.best

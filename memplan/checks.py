@@ -56,6 +56,18 @@ def checked_fraction(name: str, value: object) -> float:
     )
 
 
+def checked_share(name: str, value: object) -> float:
+    """`value` as a float in (0, 1].
+
+    Raises:
+        InvalidValue: if it is not a number in that range (NaN is not).
+    """
+    number = _float(value)
+    if number is not None and 0.0 < number <= 1.0:
+        return number
+    raise InvalidValue(f"{name}={shown_value(value)} is not allowed; use a number above 0, at most 1.")
+
+
 def checked_positive(name: str, value: object) -> float:
     """`value` as a finite float above 0.
 

@@ -85,8 +85,11 @@ def cluster_values(where: Cluster) -> dict[str, Any] | None:
             said["network"] = (
                 f"{(where.inter_node.bytes_per_s or 0) / 1e9:.9f}".rstrip("0").rstrip(".") + "GB/s"
             )
-        if where.margin != usual.margin:
-            said["margin"] = where.margin
+        said |= {
+            name: getattr(where, name)
+            for name in ("margin", "efficiency")
+            if getattr(where, name) != getattr(usual, name)
+        }
         named = cluster(where.name, **said)
     except MemplanError:
         return None
@@ -95,7 +98,8 @@ def cluster_values(where: Cluster) -> dict[str, Any] | None:
 
 def _facts(where: Cluster) -> tuple[Any, ...]:
     """The values of a cluster that an estimate depends on."""
-    return where.gpu, where.gpus_per_node, where.intra_node, where.inter_node.bytes_per_s, where.margin
+    links = (where.intra_node, where.inter_node.bytes_per_s)
+    return where.gpu, where.gpus_per_node, links, where.margin, where.efficiency
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Unpack, cast, get_args
 
 from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
@@ -16,7 +16,9 @@ from memplan.engines.checks import check_plan
 from memplan.engines.options import EngineOptions, plan_dict, plan_of, shows
 from memplan.errors import ContradictoryEstimate, InvalidValue, MemplanError, shown_value
 from memplan.hardware import (
+    CHANGES,
     Cluster,
+    ClusterChanges,
     Interval,
     Link,
     Verdict,
@@ -41,7 +43,6 @@ from memplan.shapes import Kind
 from memplan.tape import Backend
 from memplan.text_tables import html_text
 from memplan.time.step import (
-    Measured,
     RankWork,
     StepTime,
     TimeModel,
@@ -50,6 +51,7 @@ from memplan.time.step import (
     peak_flops_per_s,
     per_s,
     recomputed_flops,
+    time_model_of,
     utilisation,
 )
 from memplan.traffic import CollectiveTotal, collectives
@@ -280,7 +282,7 @@ class Estimate:
     device: Device
     stages: tuple[StageEstimate, ...]
     confirmed: Confirmation
-    time_model: TimeModel = field(default_factory=Measured)
+    time_model: TimeModel
 
     @property
     def engine(self) -> Engine:
@@ -671,6 +673,7 @@ def estimate(
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
     margin: float | None = None,
+    efficiency: float | None = None,
     device: DeviceType | None = None,
     cache: bool = True,
     **options: Unpack[EngineOptions],
@@ -715,6 +718,8 @@ def estimate(
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the fraction of usable memory that a plan which "fits" leaves free; left out, 0.05.
+        efficiency: the fraction of the peak rate at which matrix products run, if you know yours; left out,
+            times as measured on GPUs.
         device: "cuda" or "cpu", whose rules apply; left out, the cluster's, and "cuda" without one. "cpu" is
             what `python -m validate` measures on processes of this machine.
         cache: whether the trace of a config.json is kept in the user's cache folder, or made anew.
@@ -765,8 +770,9 @@ def estimate(
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.
     """
-    asked = {name: value for name, value in locals().items() if name in FIELDS}
-    cluster = resolve_cluster(cluster, gpus_per_node=gpus_per_node, network=network, margin=margin)
+    named: dict[str, Any] = locals()
+    asked = {name: value for name, value in named.items() if name in FIELDS}
+    cluster = resolve_cluster(cluster, **cast(ClusterChanges, {name: named[name] for name in CHANGES}))
     kernels = device or device_of(cluster).type
     if example_inputs is not None:
         model = {"module": model, "example_inputs": example_inputs, "targets": targets, "loss": loss}
@@ -774,10 +780,7 @@ def estimate(
     mesh = with_several(**{n: checked_count(n, k, most=LARGEST_CLUSTER) for n, k in degrees.items()})
     model = resolve(model, implementation, kernels, precisions=(precision,), cache=cache, mesh=mesh)
     if dp is None:
-        given = asked | options
-        axes = {axis: given[axis] for axis in axis_names() if axis != "dp" and axis in given}
-        n_other = prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items())
-        asked["dp"] = _dp_left(cluster, n_other)
+        asked["dp"] = _dp_left(cluster, asked | options)
     asked["global_batch"] = 0 if global_batch is None else checked_count("global_batch", global_batch)
     asked["seq_len"] = seq_len
     if seq_len is None:
@@ -815,7 +818,9 @@ def _with_configuration(
     return told | said
 
 
-def _dp_left(cluster: Cluster | None, n_other: int) -> int:
+def _dp_left(cluster: Cluster | None, asked: Mapping[str, Any]) -> int:
+    axes = {axis: asked[axis] for axis in axis_names() if axis != "dp" and axis in asked}
+    n_other = prod(checked_count(a, n, most=LARGEST_CLUSTER) for a, n in axes.items())
     if cluster is None:
         return 1
     if cluster.n_gpus % n_other:
@@ -876,6 +881,7 @@ def estimate_of(
         cluster=cluster,
         device=device,
         stages=tuple(stages),
+        time_model=time_model_of(cluster),
         confirmed=ENGINES.named(plan.engine).confirmed_on(device),
     )
 

@@ -205,14 +205,21 @@ def _plan(estimate: Estimate) -> str:
     return "\n".join(map(wrapped, [f"{', '.join(how)}; {batch_text(plan)}", size]))
 
 
+def _rate_remark(estimate: Estimate) -> str:
+    """MFU and how far published runs were off, in brackets; a stated efficiency instead of both."""
+    band, where = estimate.time_model.band, estimate.cluster
+    if where is not None and where.efficiency is not None:
+        return f" (products at {where.efficiency:.0%} of the peak rate, as you said)"
+    off = "" if band is None else f"; published runs had {band.low} to {band.high} times this rate"
+    return f" (MFU {estimate.mfu or 0.0:.0%}{off})"
+
+
 def _summary(estimate: Estimate) -> str:
     """The step's time, its traffic, and the flag that shows more of both."""
     parts = []
     if (step_s := estimate.step_s) is not None:
         unit, name = time_unit(step_s)
-        band = estimate.time_model.band
-        off = "" if band is None else f"; published runs had {band.low} to {band.high} times this rate"
-        parts.append(f"A step takes {scaled(step_s, unit, 2)} {name} (MFU {estimate.mfu or 0.0:.0%}{off})")
+        parts.append(f"A step takes {scaled(step_s, unit, 2)} {name}{_rate_remark(estimate)}")
     else:
         parts.append(f"No step time: {'; '.join(estimate.time_missing)}")
     if sent_bytes := estimate.busiest.sent_bytes:

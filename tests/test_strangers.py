@@ -23,6 +23,7 @@ from memplan.cli import commands
 from memplan.errors import InvalidValue, MemplanError
 from memplan.snapshot import Block
 from memplan.text_tables import csv_of
+from memplan.time.step import Roofline
 from validate.__main__ import main as validate_commands
 from validate.attribution import _holding
 from validate.records import Outcome, read_records
@@ -356,6 +357,33 @@ def test_node_network_and_margin_can_be_said_and_are_shown():
         for network in ("1Gbit/s", "400Gbit/s")
     )
     assert slow > fast
+
+
+def test_an_efficiency_of_ones_own_times_the_plan_and_is_printed_back():
+    args = [*H100S, "--global-batch", 64, "--efficiency", 0.4]
+    told = run("estimate", "llama-3-8b", *args, "--zero", 3, "--recompute", "full").output
+    assert "(products at 40% of the peak rate, as you said)" in " ".join(told.split())
+    assert "MFU" not in told
+    job: dict[str, Any] = {"cluster": "16xh100-sxm", "global_batch": 64, "zero": 3, "recompute": "full"}
+    stated = memplan.estimate("llama-3-8b", efficiency=0.4, **job)
+    known = replace(memplan.estimate("llama-3-8b", **job), time_model=Roofline(efficiency=0.4))
+    assert stated.step_s == known.step_s
+    assert stated.to_dict()["cluster"]["efficiency"] == 0.4
+    for command, *more in (["search", "--keep", 2, "--pp", 1, "--zero", 3], ["advise", "--seq-len", 65536]):
+        commands = printed_commands(run(command, "llama-3-8b", *args, *more).output)
+        assert commands
+        assert all("--efficiency 0.4" in each for each in commands)
+    found = memplan.search("llama-3-8b", efficiency=0.4, pp=1, **job, keep=3)
+    model = Roofline(efficiency=0.4)
+    assert found["step_s"].equals(
+        memplan.search("llama-3-8b", time_model=model, pp=1, **job, keep=3)["step_s"]
+    )
+    refusals: tuple[Any, ...] = (0, 1.5, "fast")
+    for refused in refusals:
+        with pytest.raises(memplan.InvalidValue, match=r"use a number above 0, at most 1\."):
+            memplan.estimate("gpt2", cluster="8xh100-sxm", efficiency=refused)
+    with pytest.raises(memplan.InvalidValue, match="leave one of them out"):
+        memplan.search("gpt2", cluster="8xh100-sxm", efficiency=0.4, time_model=model)
 
 
 def test_results_are_short_in_a_terminal_and_drawn_in_a_notebook():

@@ -47,7 +47,7 @@ def choice_option(flag: str, choices: tuple[str, ...], default: str | None, text
 def cluster_options(
     *, named: bool = True, required: bool = True, text: str = "As in 64xh100-sxm."
 ) -> Callable[[F], F]:
-    """The cluster's flags: its name, unless it is what is asked for, GPUs per node, network and margin."""
+    """The cluster's flags: its name, unless it is what is asked for, and what differs from its table."""
     return _all_of(
         [
             *([click.option("--cluster", required=required, metavar="NxGPU", help=text)] if named else []),
@@ -62,6 +62,12 @@ def cluster_options(
                 type=number_or_text,
                 metavar="X",
                 help=f"Part of usable memory that a plan which fits leaves free; left out: {DEFAULT_MARGIN}.",
+            ),
+            click.option(
+                "--efficiency",
+                type=number_or_text,
+                metavar="X",
+                help="Part of the peak rate at which your matrix products run; left out: times as measured.",
             ),
         ]
     )
@@ -120,6 +126,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
         "gpus_per_node",
         "network",
         "margin",
+        "efficiency",
         "device",
     ),
     "Mesh": (

@@ -1,9 +1,11 @@
 """Hardware: GPUs, links and clusters, from datasheets."""
 
 from memplan.hardware.cluster import (
+    CHANGES,
     DEFAULT_MARGIN,
     VERDICTS,
     Cluster,
+    ClusterChanges,
     Verdict,
     cluster,
     gpus_per_node,
@@ -13,10 +15,12 @@ from memplan.hardware.gpu import DTYPES, Gpu, Link, gpu, gpu_names
 from memplan.hardware.overheads import Interval, outside_allocator
 
 __all__ = [
+    "CHANGES",
     "DEFAULT_MARGIN",
     "DTYPES",
     "VERDICTS",
     "Cluster",
+    "ClusterChanges",
     "Gpu",
     "Interval",
     "Link",

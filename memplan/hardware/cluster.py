@@ -2,9 +2,15 @@
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, Literal, TypedDict, Unpack, final, get_args
 
-from memplan.checks import LARGEST_CLUSTER, checked_count, checked_fraction, checked_positive
+from memplan.checks import (
+    LARGEST_CLUSTER,
+    checked_count,
+    checked_fraction,
+    checked_positive,
+    checked_share,
+)
 from memplan.errors import InvalidValue, shown_value
 from memplan.files import toml_table
 from memplan.hardware.gpu import Gpu, Link, check_link, gpu
@@ -30,10 +36,11 @@ class Cluster:
     """`n_gpus` equal GPUs, `gpus_per_node` to a node; `intra_node` and `inter_node` are one GPU's links.
 
     `margin` is the fraction of each GPU's usable bytes that a plan must leave free to count as fitting.
+    `efficiency` is the fraction of the peak dense rate at which matrix products run; None: as measured.
 
     Raises:
         InvalidValue: a count that is no positive integer, a `gpu` or a link of another type, a margin outside
-            [0, 1), or a last node that is not full.
+            [0, 1), an efficiency outside (0, 1], or a last node that is not full.
     """
 
     n_gpus: int
@@ -42,6 +49,7 @@ class Cluster:
     intra_node: Link
     inter_node: Link
     margin: float = DEFAULT_MARGIN
+    efficiency: float | None = None
     source: str = ""
     remarks: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Sentences on how its name was read, which the notes of an estimate repeat."""
@@ -56,6 +64,8 @@ class Cluster:
         check_link("intra_node", self.intra_node)
         check_link("inter_node", self.inter_node)
         object.__setattr__(self, "margin", checked_fraction("margin", self.margin))
+        if self.efficiency is not None:
+            object.__setattr__(self, "efficiency", checked_share("efficiency", self.efficiency))
         if self.n_gpus % self.gpus_per_node:
             full = self.n_gpus // self.gpus_per_node * self.gpus_per_node
             choices = f"{full} or {full + self.gpus_per_node}" if full else f"{self.gpus_per_node}"
@@ -97,6 +107,7 @@ class Cluster:
             "network_bytes_per_s": self.inter_node.bytes_per_s,
             "usable_bytes": self.gpu.usable_bytes,
             "margin": self.margin,
+            "efficiency": self.efficiency,
             "budget_bytes": self.budget_bytes,
         }
 
@@ -126,12 +137,26 @@ NODES: Final = "hardware/clusters.toml"
 """The table of nodes."""
 
 
+class ClusterChanges(TypedDict, total=False):
+    """What may differ from a cluster's table (`cluster`); None: unchanged."""
+
+    gpus_per_node: int | None
+    network: Link | str | None
+    margin: float | None
+    efficiency: float | None
+
+
+CHANGES: Final = tuple(ClusterChanges.__annotations__)
+"""The names of `ClusterChanges`."""
+
+
 def cluster(
     text: str,
     *,
     gpus_per_node: int | None = None,
     network: "Link | str | None" = None,
     margin: float | None = None,
+    efficiency: float | None = None,
 ) -> Cluster:
     """The cluster "<n>x<gpu>", of the nodes in which `clusters.toml` puts that GPU; "<gpu>" is one of them.
 
@@ -144,6 +169,7 @@ def cluster(
         network: another network between nodes: each GPU's share in one direction, as "200Gbit/s" or
             "25GB/s", or a Link.
         margin: the fraction of usable memory that a plan which "fits" leaves free.
+        efficiency: the fraction of the peak dense rate at which matrix products run; left out, as measured.
 
     >>> c = cluster("64xh100-sxm")
     >>> c.n_nodes, c.intra_node.name, c.inter_node.bytes_per_s / 1e9
@@ -173,23 +199,23 @@ def cluster(
         source=node["source"],
     )
     found = replace(found, remarks=read_as("".join(text.split()), found.name))
-    return changed(found, gpus_per_node=gpus_per_node, network=network, margin=margin)
+    return changed(found, gpus_per_node=gpus_per_node, network=network, margin=margin, efficiency=efficiency)
 
 
-def changed(
-    found: Cluster, *, gpus_per_node: int | None, network: "Link | str | None", margin: float | None
-) -> Cluster:
-    """A cluster with other nodes, another network or another margin; None: unchanged.
+def changed(found: Cluster, **changes: Unpack[ClusterChanges]) -> Cluster:
+    """A cluster with what differs from it.
 
     Raises:
         InvalidValue: as `cluster`.
     """
-    if gpus_per_node is not None:
-        most = checked_count("gpus_per_node", gpus_per_node, most=LARGEST_CLUSTER)
-        found = replace(found, gpus_per_node=min(most, found.n_gpus))
-    if network is not None:
-        found = replace(found, inter_node=network if isinstance(network, Link) else network_link(network))
-    return found if margin is None else replace(found, margin=margin)
+    said: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+    if "gpus_per_node" in said:
+        most = checked_count("gpus_per_node", said["gpus_per_node"], most=LARGEST_CLUSTER)
+        said["gpus_per_node"] = min(most, found.n_gpus)
+    if "network" in said:
+        network = said.pop("network")
+        said["inter_node"] = network if isinstance(network, Link) else network_link(network)
+    return replace(found, **said) if said else found
 
 
 RATES: Final = {"gbit/s": 1e9 / 8, "gb/s": 1e9}
@@ -233,28 +259,21 @@ def _node_of(name: str) -> dict[str, Any]:
     return next(entry for entry in toml_table(NODES).values() if name in entry["gpus"])
 
 
-def resolve_cluster(
-    value: "Cluster | str | None",
-    *,
-    gpus_per_node: int | None = None,
-    network: "Link | str | None" = None,
-    margin: float | None = None,
-) -> Cluster | None:
+def resolve_cluster(value: "Cluster | str | None", **changes: Unpack[ClusterChanges]) -> Cluster | None:
     """A Cluster from itself or from "<n>x<gpu>", with the changes that are asked for; None stays None.
 
     Raises:
         UnknownName, InvalidValue: as `cluster`; or a change of no cluster.
     """
-    asked: dict[str, Any] = {"gpus_per_node": gpus_per_node, "network": network, "margin": margin}
     if value is None:
-        for name, given in asked.items():
+        for name, given in changes.items():
             if given is not None:
                 raise InvalidValue(
                     f"{name}={shown_value(given)} says more of a cluster, but there is none; add "
                     "cluster='<n>x<gpu>', or leave it out."
                 )
         return None
-    return changed(value, **asked) if isinstance(value, Cluster) else cluster(value, **asked)
+    return changed(value, **changes) if isinstance(value, Cluster) else cluster(value, **changes)
 
 
 def _count_and_name(text: str) -> tuple[int, str]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypedDict
 
-from memplan.hardware import Link
+from memplan.hardware import ClusterChanges
 from memplan.plan import Optimizer, Recompute
 from memplan.time.step import TimeModel
 
@@ -78,12 +78,9 @@ class PlanOptions(TypedDict, total=False):
     megatron_version: str | Iterable[str]
 
 
-class SearchOptions(PlanOptions, total=False):
+class SearchOptions(ClusterChanges, PlanOptions, total=False):
     """What the inverse questions pass on to `memplan.search`."""
 
-    gpus_per_node: int | None
-    network: Link | str | None
-    margin: float | None
     implementation: str | None
     seq_len: int | Iterable[int] | None
     keep: int | None

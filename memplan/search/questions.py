@@ -8,7 +8,7 @@ from typing import Any, Final, Unpack, cast
 from memplan.checks import LARGEST_CLUSTER, checked_count
 from memplan.engines.options import shows
 from memplan.errors import InvalidValue, PlanRefused, shown_value
-from memplan.hardware import Cluster, gpus_per_node
+from memplan.hardware import CHANGES, Cluster, ClusterChanges, gpus_per_node
 from memplan.models import Model, has_sequence, parameter_count, preset, preset_names, resolve
 from memplan.models.families import implementations_of
 from memplan.search.options import SearchOptions
@@ -49,7 +49,7 @@ def smallest_cluster(
         gpus_per_node(gpu) if nodes is None else checked_count("gpus_per_node", nodes, most=LARGEST_CLUSTER)
     )
     whole = most_gpus if most_gpus < node else most_gpus // node * node
-    where = cluster_of(f"{whole}x{gpu}", node, options.pop("network", None), options.pop("margin", None))
+    where = cluster_of(f"{whole}x{gpu}", gpus_per_node=node)
     return smallest_part(model, cluster=where, global_batch=global_batch, **options)
 
 
@@ -178,8 +178,8 @@ def largest_model(
             f"names={shown_value(names)} is no list of models; use a list of names or Models, as ['gpt2'], "
             "or leave it out for all presets."
         )
-    code, changes = options.get("implementation"), ("gpus_per_node", "network", "margin")
-    device = cluster_of(cluster, *[cast(Any, options.get(name)) for name in changes]).gpu.device.type
+    code, changes = options.get("implementation"), {name: options.get(name) for name in CHANGES}
+    device = cluster_of(cluster, **cast(ClusterChanges, changes)).gpu.device.type
     if names is None:
         presets = map(preset, preset_names())
         names = [model for model in presets if code is None or code in implementations_of(model)]

@@ -24,7 +24,7 @@ from memplan.engines.options import USUAL_ENGINE, plan_dict, plan_fields, plan_o
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.fields import Counts
-from memplan.hardware import Cluster, Link, Verdict, resolve_cluster
+from memplan.hardware import CHANGES, Cluster, ClusterChanges, Link, Verdict, resolve_cluster
 from memplan.models import Model, resolve
 from memplan.plan import Plan
 from memplan.search.judge import (
@@ -44,7 +44,7 @@ from memplan.search.rules import NOT_REFUSED
 from memplan.search.space import Ruled, Space
 from memplan.search.table import search_dict, search_frame
 from memplan.text_tables import html_text
-from memplan.time.step import Measured, TimeModel
+from memplan.time.step import TimeModel, time_model_of
 
 if TYPE_CHECKING:
     import pandas
@@ -97,7 +97,7 @@ class Found:
     refused_by: Mapping[str, int] = field(default_factory=dict)
     objective: str = "speed"
     keep: int | None = None
-    time_model: TimeModel = field(default_factory=Measured)
+    time_model: TimeModel
     left_out: tuple[str, ...] = ()
     again: Callable[[int], "Found"] | None = field(default=None, repr=False, compare=False)
 
@@ -201,6 +201,7 @@ def search(
     gpus_per_node: int | None = None,
     network: Link | str | None = None,
     margin: float | None = None,
+    efficiency: float | None = None,
     cache: bool = True,
     **options: Unpack[PlanOptions],
 ) -> "pandas.DataFrame":
@@ -224,13 +225,15 @@ def search(
             with the best bounds, or, if no plan is within the budget, the ones that exceed it least.
         tp_across_nodes: whether the ranks of a tensor axis may be on several nodes, which is slow: by default
             they are on one.
-        time_model: turns counted work into seconds; left out, `memplan.time.step.Measured()`. One of your own
-            must give each step at least the seconds of a roofline at the full peak rates.
+        time_model: turns counted work into seconds; left out, what `efficiency` says. One of your own must
+            give each step at least the seconds of a roofline at the full peak rates.
         progress: called now and then with the number of plans seen.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
         network: each GPU's share of the network between nodes, as "200Gbit/s"; left out, as in the table.
         margin: the least headroom: the fraction of usable memory that a plan which "fits" leaves free; left
             out, 0.05.
+        efficiency: the fraction of the peak rate at which matrix products run, if you know yours; left out,
+            times as measured on GPUs.
         cache: whether the trace of a config.json is kept in the user's cache folder, or made anew.
         **options: fields of `memplan.Plan` and options of its engine. Those that a search varies (`dp`,
             `dp_replicate`, `tp`, `pp`, `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`,
@@ -280,10 +283,15 @@ def searched(
     model, where, asked = resolved(model, cluster, options)
     checked_choice("objective", objective, (*OBJECTIVES, *QUESTIONS))
     keep, time_model = asked.pop("keep", KEEP), asked.pop("time_model", None)
+    if time_model is not None and where.efficiency is not None:
+        raise InvalidValue(
+            f"efficiency={where.efficiency} and time_model={shown_value(time_model)} both say how long "
+            "products take; leave one of them out."
+        )
     how: dict[str, Any] = {
         "keep": None if keep is None else checked_count("keep", keep),
         "tp_across_nodes": checked_flag("tp_across_nodes", asked.pop("tp_across_nodes", False)),
-        "time_model": Measured() if time_model is None else time_model,
+        "time_model": time_model_of(where) if time_model is None else time_model,
         "progress": asked.pop("progress", None),
     }
     seq_len = asked.pop("seq_len", None)
@@ -317,8 +325,8 @@ def resolved(
         MemplanError: none, or as `memplan.estimate`.
     """
     asked: dict[str, Any] = {**options}
-    changes = [asked.pop(name, None) for name in ("gpus_per_node", "network", "margin")]
-    where = cluster_of(cluster, *changes)
+    changes: Any = {name: asked.pop(name) for name in CHANGES if name in asked}
+    where = cluster_of(cluster, **changes)
     if "precision" in asked:
         asked["precision"] = values_of("precision", asked["precision"])
     usual = (Plan.__dataclass_fields__["precision"].default,)
@@ -327,12 +335,7 @@ def resolved(
     return resolve(model, code, device, **traced), where, asked
 
 
-def cluster_of(
-    value: Cluster | str,
-    gpus_per_node: int | None = None,
-    network: Link | str | None = None,
-    margin: float | None = None,
-) -> Cluster:
+def cluster_of(value: Cluster | str, **changes: Unpack[ClusterChanges]) -> Cluster:
     """The cluster that is searched for.
 
     Raises:
@@ -340,7 +343,7 @@ def cluster_of(
     """
     if value is None:
         raise InvalidValue("cluster=None is nothing to search; use '<n>x<gpu>', as in 64xh100-sxm.")
-    where = resolve_cluster(value, gpus_per_node=gpus_per_node, network=network, margin=margin)
+    where = resolve_cluster(value, **changes)
     return cast(Cluster, where)
 
 

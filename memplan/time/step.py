@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final, get_args
 import numpy as np
 import numpy.typing as npt
 
-from memplan.checks import checked_positive
+from memplan.checks import checked_share
 from memplan.engines.base import ENGINES
 from memplan.errors import InvalidValue
 from memplan.files import toml_table
@@ -390,10 +390,7 @@ class Roofline(Priced):
     efficiency: float
 
     def __post_init__(self) -> None:
-        if checked_positive("efficiency", self.efficiency) > 1:
-            raise InvalidValue(
-                f"efficiency={self.efficiency} is more than the peak rate; use a number above 0, at most 1."
-            )
+        checked_share("efficiency", self.efficiency)
 
     @property
     def label(self) -> str:
@@ -411,6 +408,12 @@ class Roofline(Priced):
     def prices(self, plan: Plan, cluster: Cluster, *, least: bool = False) -> "Prices":
         """What operations and traffic of a plan, or of many, cost."""
         return RooflinePrices(plan, cluster, self.efficiency)
+
+
+def time_model_of(cluster: Cluster | None) -> Priced:
+    """What was measured on GPUs, or a roofline at the efficiency that the cluster states."""
+    stated = None if cluster is None else cluster.efficiency
+    return Measured() if stated is None else Roofline(efficiency=stated)
 
 
 def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
