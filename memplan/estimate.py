@@ -751,6 +751,8 @@ def estimate(
             alloc_conf: the caching allocator's settings, as in "expandable_segments:True".
             transformer_impl: Megatron's layers: "transformer_engine", or its own, "local".
             attention_backend: Transformer Engine's attention: "flash", "fused", "unfused", or "auto".
+            cp_comm_type: Megatron's `cp` hands keys and values around, "p2p", or first heads too, "a2a+p2p".
+            hierarchical_context_parallel_sizes: ranks that exchange heads, and groups of them in a ring.
             gradient_accumulation_fusion: matrix products add weights' gradients to main_grad themselves.
             accumulate_allreduce_grads_in_fp32: main_grad in float32 under fp16, as always under bf16.
             overlap_grad_reduce: Megatron reduces gradients in buckets beside the backward pass.
@@ -766,6 +768,7 @@ def estimate(
             make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp.
             cublas_workspace_config: the value of `CUBLAS_WORKSPACE_CONFIG`, as in ":4096:8".
             megatron_version: the release of Megatron-Core whose rules apply.
+            ngc_container: NVIDIA's container of PyTorch below it, "25.09" (2.9) or "26.04" (2.12).
 
     Raises:
         MemplanError: with the value, the rule it breaks and a way out.

@@ -82,8 +82,8 @@ class Counts(Field):
     def _checked(self, name: str, value: object) -> tuple[int, ...]:
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
             raise InvalidValue(
-                f"{name}={shown_value(value)} is not allowed; use the number of blocks of each stage, as "
-                "(3, 5), in a command 3,5 or 3+5."
+                f"{name}={shown_value(value)} is not allowed; use several whole numbers, as (3, 5), in a "
+                "command 3,5 or 3+5."
             )
         return tuple(checked_count(name, n, least=0) for n in value)
 

@@ -40,6 +40,9 @@ BATCH_REFACTORED: Final = "2026-05-21"
 LTS_BUMPED: Final = "2025-11-06"
 """From this day on (23a1dcaf74) the LTS container is NGC 25.09."""
 
+DEV_BUMPED: Final = "2026-05-07"
+"""From this day on (5fe3f06658) the development container is NGC 26.04, which has PyTorch 2.12."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
@@ -89,7 +92,7 @@ def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
     text = file_text(path, most_bytes=LARGEST_BYTES, what="file as data/published/megatron_ci.jsonl")
     try:
         rows = [json.loads(line) for line in text.splitlines()]
-        needed = ("row_id", "test", "arguments", "allocated_bytes", "max_allocated_bytes")
+        needed = ("row_id", "test", "recorded", "arguments", "allocated_bytes", "max_allocated_bytes")
         if not all(row.get(name) is not None for row in rows for name in needed):
             raise InvalidValue("a row lacks its number, its arguments or its bytes; give another file.")
     except (ValueError, AttributeError) as error:
@@ -105,12 +108,14 @@ def scored(row: Mapping[str, Any]) -> Scored:
     given = {"vocab-size": row["vocab_size"], **row["arguments"]}
     try:
         arguments = Arguments(given, row["environment"])
-        release = "0.18" if row["date"] >= BATCH_REFACTORED else "0.15"
-        plan = plan_of(**arguments.keywords, dp=row["dp"], megatron_version=release)
+        release = "0.18" if row["recorded"] >= BATCH_REFACTORED else "0.15"
+        is_new = row["recorded"] >= DEV_BUMPED and "golden_values_lts" not in row["source"]
+        releases = {"megatron_version": release, "ngc_container": "26.04" if is_new else "25.09"}
+        plan = plan_of(**arguments.keywords, dp=row["dp"], **releases)
         check_plan(arguments.model, plan, device)
     except MemplanError as error:
         return Scored(row=row, reason=str(error).partition("; ")[0])
-    last = Rank(pp=plan.pp - 1, dp=plan.dp - 1, tp=plan.tp - 1)
+    last = Rank(pp=plan.pp - 1, dp=plan.dp - 1, cp=plan.cp - 1, tp=plan.tp - 1)
     record = ENGINES.named("megatron").play_rank(arguments.model, plan, last, device, None)
     if record.program is None:
         raise InvalidValue("a rank without an allocator's program cannot be compared; report it.")
@@ -143,7 +148,7 @@ def _in_old_container(row: Mapping[str, Any]) -> bool:
     arguments = row["arguments"]
     by_itself = arguments.get("attention-backend", "auto") == "auto" and "deterministic-mode" in arguments
     with_te = arguments.get("transformer-impl", "transformer_engine") == "transformer_engine"
-    return by_itself and with_te and "golden_values_lts" in row["source"] and row["date"] < LTS_BUMPED
+    return by_itself and with_te and "golden_values_lts" in row["source"] and row["recorded"] < LTS_BUMPED
 
 
 def _gpu(row: Mapping[str, Any]) -> str:

@@ -51,6 +51,8 @@ class EngineOptions(TypedDict, total=False):
     alloc_conf: str
     transformer_impl: Literal["transformer_engine", "local"]
     attention_backend: Literal["auto", "flash", "fused", "unfused"]
+    cp_comm_type: Literal["p2p", "a2a+p2p"]
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None
     gradient_accumulation_fusion: bool
     accumulate_allreduce_grads_in_fp32: bool
     overlap_grad_reduce: bool
@@ -66,6 +68,7 @@ class EngineOptions(TypedDict, total=False):
     make_vocab_size_divisible_by: int
     cublas_workspace_config: str
     megatron_version: Literal["0.15", "0.18"]
+    ngc_container: Literal["25.09", "26.04"]
 
 
 def shows(keywords: Any) -> Callable[[F], F]:

@@ -45,6 +45,9 @@ READ: Final = frozenset(
         "tensor-model-parallel-size",
         "pipeline-model-parallel-size",
         "sequence-parallel",
+        "context-parallel-size",
+        "cp-comm-type",
+        "hierarchical-context-parallel-sizes",
         "num-layers-per-virtual-pipeline-stage",
         "num-virtual-stages-per-pipeline-rank",
         "decoder-first-pipeline-num-layers",
@@ -117,6 +120,7 @@ HARMLESS: Final = (
     ),
     *("no-mmap", "disable-gloo", "attention-softmax-in-fp32", "apply-query-key-layer-scaling"),
     *("ddp-average-in-collective", "calculate-per-token-loss", "apply-layernorm-1p", "enable-experimental"),
+    *("expert-tensor-parallel-size",),  # divides experts, which are refused
     *("no-persist-layer-norm", "use-flash-attn", "accumulate-allreduce-grads-in-fp32"),
 )
 """How the names of arguments begin that change no byte of a step."""
@@ -125,7 +129,6 @@ POSITIONS: Final = ("learned_absolute", "rope", "none")
 """The position embeddings that have rules, Megatron's default first."""
 
 AT: Final[Mapping[str, tuple[Any, ...]]] = {
-    "context-parallel-size": (1,),
     "expert-model-parallel-size": (1,),
     "mtp-num-layers": (0,),
     "optimizer": ("adam",),
@@ -192,6 +195,11 @@ def _of_line(text: str) -> dict[str, Any]:
             "it names no argument of Megatron's; write them as --num-layers 12 --hidden-size 512."
         )
     return found
+
+
+def _numbers(value: Any) -> tuple[int | str, ...]:
+    """Whole numbers that follow an argument, also as a list of YAML."""
+    return tuple(map(count_or_text, str(value).strip("[]").replace(",", " ").split()))
 
 
 class Arguments:
@@ -314,6 +322,7 @@ class Arguments:
         return {
             "tp": self.tp,
             "pp": self.pp,
+            "cp": self.count("context-parallel-size", 1),
             "zero": int(self.flag("use-distributed-optimizer")),
             "sequence_parallel": self.flag("sequence-parallel") and self.tp > 1,
             "micro_batch": self.count("micro-batch-size"),
@@ -325,6 +334,7 @@ class Arguments:
 
     def _options(self) -> dict[str, Any]:
         named: dict[str, Callable[[str], Any]] = {
+            "hierarchical-context-parallel-sizes": _numbers, "cp-comm-type": str,
             "transformer-impl": str, "attention-backend": str, "cross-entropy-fusion-impl": str,
             "ddp-bucket-size": count_or_text, "make-vocab-size-divisible-by": count_or_text,
             "microbatch-group-size-per-virtual-pipeline-stage": count_or_text,

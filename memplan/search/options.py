@@ -61,6 +61,8 @@ class PlanOptions(TypedDict, total=False):
     alloc_conf: str
     transformer_impl: str | Iterable[str]
     attention_backend: str | Iterable[str]
+    cp_comm_type: str | Iterable[str]
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None
     gradient_accumulation_fusion: bool | Iterable[bool]
     accumulate_allreduce_grads_in_fp32: bool | Iterable[bool]
     overlap_grad_reduce: bool | Iterable[bool]
@@ -76,6 +78,7 @@ class PlanOptions(TypedDict, total=False):
     make_vocab_size_divisible_by: int | Iterable[int]
     cublas_workspace_config: str
     megatron_version: str | Iterable[str]
+    ngc_container: str | Iterable[str]
 
 
 class SearchOptions(ClusterChanges, PlanOptions, total=False):

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from memplan.device import Device
 from memplan.engines.backward import added_to_older, backward_order, from_outside
-from memplan.engines.megatron.options import TORCH_RELEASE, megatron_options
+from memplan.engines.megatron.options import megatron_options
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.models import Model
 from memplan.models.base import BLOCKS
@@ -20,12 +20,17 @@ PARAMS_DTYPES = {"bf16-mixed": BF16, "fp16-mixed": FP16, "fp32": FP32}
 """The type of the weights (`params_dtype`) under each precision: --bf16, --fp16, or neither."""
 
 
-def transformer_config(model: Model, plan: Plan, device: Device) -> TransformerConfig:
-    """What the plan and its options configure Megatron's layers with."""
+def transformer_config(
+    model: Model, plan: Plan, device: Device, cp_rank: int | None = None
+) -> TransformerConfig:
+    """What Megatron's layers are configured with on one context-parallel rank, usually the last."""
     options, dropout = megatron_options(plan), gpt_model(model).attention_dropout
     return TransformerConfig(
         tp=plan.tp,
         sequence_parallel=plan.sequence_parallel,
+        cp=plan.cp,
+        cp_rank=plan.cp - 1 if cp_rank is None else cp_rank,
+        cp_all_to_all=options.all_to_all_ranks,
         transformer_impl=options.transformer_impl,
         attention_backend=options.attention(device, dropout) if options.uses_te else "local",
         gradient_accumulation_fusion=options.gradient_accumulation_fusion,
@@ -48,20 +53,20 @@ class ModelChunk:
 
     def __init__(
         self, model: Model, plan: Plan, device: Device, *, first: bool, last: bool, n_layers: int,
-        tp_rank: int = 0, backend: Backend = "nccl",
+        tp_rank: int = 0, cp_rank: int | None = None, backend: Backend = "nccl",
     ) -> None:  # fmt: skip
         self.plan, self.first, self.last, self.n_layers = plan, first, last, n_layers
         self.tp_rank = tp_rank
-        self.model: GPTModel = configured(model, transformer_config(model, plan, device))
+        self.model: GPTModel = configured(model, transformer_config(model, plan, device, cp_rank))
         self.params_dtype: DType = PARAMS_DTYPES[plan.precision]
-        self.local_seq_len = plan.seq_len // (plan.tp if plan.sequence_parallel else 1)
+        self.local_seq_len = plan.local_seq_len // (plan.tp if plan.sequence_parallel else 1)
         self.context = OpContext(
             device=device,
             backend=backend,
             weight_dtype=self.params_dtype,
             micro_batch=plan.micro_batch,
             seq_len=self.local_seq_len,
-            torch_release=TORCH_RELEASE,
+            torch_release=megatron_options(plan).torch_release,
             recomputes_outputs=True,
         )
         boundary = self.trace.boundary
@@ -113,7 +118,13 @@ class ModelChunk:
 
     @cached_property
     def batch(self) -> tuple[Buffer, ...]:
-        """What a micro-batch brings; before release 0.18 the first tensor rank keeps what other stages need.
+        """What a micro-batch brings to this rank: its own part of each sequence."""
+        return self._batch_of(self.plan.local_seq_len)
+
+    def _batch_of(self, seq_len: int) -> tuple[Buffer, ...]:
+        """A batch of so many tokens of each sequence.
+
+        Before release 0.18 the first tensor rank keeps what other stages need.
 
         Source: megatron.core.utils:get_batch_on_this_tp_rank.
         """
@@ -121,14 +132,14 @@ class ModelChunk:
             return ()
         plan = self.plan
         keeps_all = self.tp_rank == 0 and megatron_options(plan).release < (0, 18)
-        tokens = plan.micro_batch, plan.seq_len
+        tokens = plan.micro_batch, seq_len
         found = []
         if self.first or keeps_all:
             found += [buffer_of(name, tokens, INT64) for name in ("tokens", "position_ids")]
         if self.last or keeps_all:
             found += [buffer_of("labels", tokens, INT64), buffer_of("loss_mask", tokens, FP32)]
         if self.model.config.create_attention_mask_in_dataloader:
-            found.append(buffer_of("attention_mask", (tokens[0], 1, tokens[1], tokens[1]), BOOL))
+            found.append(buffer_of("attention_mask", (tokens[0], 1, seq_len, plan.seq_len), BOOL))
         return tuple(found)
 
     @cached_property
@@ -148,13 +159,26 @@ class ModelChunk:
         layers = [repeated(segment.stretch("forward: layer"), n) for segment, n in self._forward_order()]
         return chain(
             "forward",
-            events("forward: batch", allocs(*self.batch)),
+            events("forward: batch", self._loaded()),
             trace.embed.stretch("forward: embedding"),
             *layers,
             *[trace.head.stretch("forward: head"), trace.loss.stretch("loss")] * self.last,
             trace.end_of_forward.stretch("forward: end"),
             events("forward: end of the batch", [*frees(*dropped), *allocs(*[self.report] * self.last)]),
         )
+
+    def _loaded(self) -> Iterator[Event]:
+        """The batch arrives whole; context-parallel ranks copy their parts of it, one tensor after the other.
+
+        Source: megatron.core.utils:get_batch_on_this_cp_rank.
+        """
+        if self.plan.cp == 1:
+            yield from allocs(*self.batch)
+            return
+        whole = self._batch_of(self.plan.seq_len)
+        yield from allocs(*whole)
+        for one, part in zip(whole, self.batch, strict=True):
+            yield from (*allocs(part), *frees(one))
 
     def _forward_order(self) -> Iterator[tuple[Segment, int]]:
         """The layers' forward passes in order, with counts; a chunk's first layer is listed alone."""

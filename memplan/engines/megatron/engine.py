@@ -61,7 +61,7 @@ class MegatronRank:
             first, last, n = index == 0, index == plan.n_stages - 1, len(layers)
             if (first, last, n) not in known:
                 known[first, last, n] = ModelChunk(
-                    model, plan, device, first=first, last=last, n_layers=n, tp_rank=rank.tp
+                    model, plan, device, first=first, last=last, n_layers=n, tp_rank=rank.tp, cp_rank=rank.cp
                 )
             self.chunks.append(known[first, last, n])
         self.last = any(chunk.last for chunk in self.chunks)
@@ -80,7 +80,7 @@ class MegatronRank:
         alone = self.options.overlap_param_gather_with_optimizer_step
         if not self.options.overlap_grad_reduce or self.rank.pp or local or alone:
             return None
-        return self.options.ddp_bucket_size or max(USUAL_BUCKET, USUAL_BUCKET_PER_RANK * self.plan.dp)
+        return self.options.ddp_bucket_size or max(USUAL_BUCKET, USUAL_BUCKET_PER_RANK * self.plan.n_shards)
 
     def shared(self, chunk: ModelChunk) -> frozenset[Parameter]:
         """The word embeddings of a chunk, if the first and the last stage share them."""
@@ -94,9 +94,9 @@ class MegatronRank:
         for local, chunk in enumerate(self.chunks):
             parameters, shard = chunk.parameters(), None
             if plan.zero:
-                n = plan.dp // self.options.num_distributed_optimizer_instances
+                n = plan.n_shards // self.options.num_distributed_optimizer_instances
                 buckets = buckets_of(parameters, self.bucket_size(local), n, self.shared(chunk))
-                shard = Shard(buckets, self.rank.dp % n, n)
+                shard = Shard(buckets, (self.rank.dp * plan.cp + self.rank.cp) % n, n)
             found.append(chunk_states(parameters, self.grad_dtype, plan.optimizer, shard))
         return found
 
@@ -121,7 +121,7 @@ class MegatronRank:
             yield buffer_of("Transformer Engine's workspace", (te_workspace_bytes(device),), UINT8)
             yield buffer_of("cu_seqlens", (plan.micro_batch + 1,), INT32)
         for one in self.chunks[:1]:
-            yield from one.model.buffers(plan.seq_len)
+            yield from one.model.buffers(plan.local_seq_len)
         yield from self._memory_buffers()
         yield from self._dummy_grads()
         scalars = [("FusedAdam's overflow buffer", INT32), ("start time", FP32)]
@@ -153,7 +153,7 @@ class MegatronRank:
         Source: megatron.core.utils:GlobalMemoryBuffer.get_tensor.
         """
         plan, one = self.plan, self.chunks[0]
-        batch, seq = plan.micro_batch, plan.seq_len
+        batch, seq = plan.micro_batch, plan.local_seq_len
         sizes = [0]
         if not self.options.uses_te:
             sizes.append(batch * one.model.heads.n * seq * seq)
@@ -215,17 +215,18 @@ class MegatronRank:
         Neglects: what clipping and the update allocate for a moment, which is less than the passes do.
         """
         plan, options = self.plan, self.options
-        if plan.dp == 1:
+        if plan.n_shards == 1:
             return
         for chunk in self.states:
             yield Collective(
-                kind="reduce_scatter" if plan.zero else "all_reduce", axis="dp", what="gradients",
+                kind="reduce_scatter" if plan.zero else "all_reduce", axis=plan.shard_group, what="gradients",
                 payload_bytes=chunk.grad_data.n_bytes,
                 overlap="backward" if options.overlap_grad_reduce else "nothing",
             )  # fmt: skip
             if chunk.param_data is not None:
                 yield Collective(
-                    kind="all_gather", axis="dp", what="weights", payload_bytes=chunk.param_data.n_bytes,
+                    kind="all_gather", axis=plan.shard_group, what="weights",
+                    payload_bytes=chunk.param_data.n_bytes,
                     overlap="compute" if options.overlap_param_gather else "nothing",
                 )  # fmt: skip
 
@@ -274,7 +275,7 @@ class MegatronEngine(Engine):
     name = "megatron"
     code = "Megatron-Core"
     reserves_more = 0.09
-    axes = "pp", "dp", "tp"
+    axes = "pp", "dp", "cp", "tp"
     refusals = REFUSALS
     options = MegatronOptions
 
@@ -292,7 +293,7 @@ class MegatronEngine(Engine):
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         known: dict[_Ends, ModelChunk] = {}
         for pp_rank in range(plan.pp):
-            yield MegatronRank(model, plan, Rank(pp=pp_rank), device, known).record
+            yield MegatronRank(model, plan, Rank(pp=pp_rank, cp=plan.cp - 1), device, known).record
 
     def play_rank(
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None = None

@@ -1,22 +1,24 @@
 """Megatron's own arguments that a plan has no field for, under Megatron's names."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
 from memplan.device import Device
 from memplan.errors import InvalidValue
-from memplan.fields import Choice, Count, Flag, Setting, described
+from memplan.fields import Choice, Count, Counts, Flag, Setting, described
 from memplan.kernels import Release, product_workspace_bytes
 from memplan.plan import Plan
 from memplan.units import KiB
 
 TRANSFORMER_IMPLS: Final = ("transformer_engine", "local")
 ATTENTION_BACKENDS: Final = ("auto", "flash", "fused", "unfused")
+CP_COMM_TYPES: Final = ("p2p", "a2a+p2p")
 CROSS_ENTROPY_IMPLS: Final = ("native", "te")
 MEGATRON_VERSIONS: Final = ("0.15", "0.18")
 
-TORCH_RELEASE: Final[Release] = (2, 9)
-"""The release of PyTorch whose rules apply: that of NGC 25.09, in which NVIDIA ran its tests."""
+NGC_CONTAINERS: Final[Mapping[str, Release]] = {"25.09": (2, 9), "26.04": (2, 12)}
+"""NVIDIA's containers in which it ran Megatron's tests, and their releases of PyTorch."""
 
 
 def _workspace_config(text: str) -> str:
@@ -45,6 +47,23 @@ class MegatronOptions:
             "takes by itself, cuDNN's from Hopper on",
             choices=ATTENTION_BACKENDS,
             word="attention",
+        ),
+    )
+    cp_comm_type: str = described(
+        "p2p",
+        Choice(
+            "Context-parallel ranks hand keys and values around, a2a+p2p: after some have exchanged heads",
+            choices=CP_COMM_TYPES,
+            word="cp-comm",
+        ),
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = described(
+        None,
+        Counts(
+            "With a2a+p2p: how many ranks exchange heads, and how many such groups are a ring",
+            left_out="none",
+            optional=True,
+            word="cp-sizes",
         ),
     )
     gradient_accumulation_fusion: bool = described(
@@ -115,6 +134,10 @@ class MegatronOptions:
         "0.18",
         Choice("Release of Megatron-Core whose rules apply", choices=MEGATRON_VERSIONS, word="megatron"),
     )
+    ngc_container: str = described(
+        "26.04",
+        Choice("NVIDIA's container of PyTorch below it", choices=tuple(NGC_CONTAINERS), word="container"),
+    )
 
     @property
     def uses_te(self) -> bool:
@@ -122,10 +145,21 @@ class MegatronOptions:
         return self.transformer_impl == "transformer_engine"
 
     @property
-    def release(self) -> tuple[int, int]:
+    def all_to_all_ranks(self) -> int:
+        """How many context-parallel ranks exchange heads for tokens before the ring; 1: none."""
+        sizes = self.hierarchical_context_parallel_sizes
+        return sizes[0] if self.cp_comm_type == "a2a+p2p" and sizes else 1
+
+    @property
+    def release(self) -> Release:
         """Megatron-Core's release as numbers, which compare as releases do."""
         major, _, minor = self.megatron_version.partition(".")
         return int(major), int(minor)
+
+    @property
+    def torch_release(self) -> Release:
+        """PyTorch's, of the container."""
+        return NGC_CONTAINERS[self.ngc_container]
 
     def attention(self, device: Device, dropout: float) -> str:
         """The attention backend on a device: what `auto` takes there, or the one that was asked for.
@@ -146,7 +180,7 @@ class MegatronOptions:
         Source: aten/src/ATen/cuda/CUDABlas.cpp (`_parseChosenWorkspaceSize`).
         """
         if not self.cublas_workspace_config:
-            return product_workspace_bytes(device, TORCH_RELEASE)
+            return product_workspace_bytes(device, self.torch_release)
         sizes = list(map(int, self.cublas_workspace_config.removeprefix(":").split(":")))
         return sum(kib * count for kib, count in zip(sizes[::2], sizes[1::2], strict=True)) * KiB
 

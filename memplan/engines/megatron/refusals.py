@@ -1,5 +1,6 @@
 """What the Megatron engine refuses: what Megatron's own checks refuse, and what has no rule yet."""
 
+from math import prod
 from typing import Any, Final
 
 from memplan.engines.base import Rule
@@ -87,10 +88,10 @@ def _check_options(model: Model, plan: Plan) -> None:
             kind="an overlapped gather without overlapped reductions",
         )
     instances = options.num_distributed_optimizer_instances
-    if instances > 1 and (not plan.zero or plan.dp % instances):
+    if instances > 1 and (not plan.zero or plan.n_shards % instances):
         raise PlanRefused(
             f"num_distributed_optimizer_instances={instances} needs the distributed optimizer, and must "
-            f"divide dp={plan.dp}; use zero=1 and a divisor of dp.",
+            f"divide the {plan.n_shards} ranks of {plan.shard_group}; use zero=1 and a divisor.",
             kind="instances of the distributed optimizer that do not divide dp",
         )
     if options.cross_entropy_loss_fusion and options.cross_entropy_fusion_impl == "native":
@@ -111,6 +112,41 @@ def _check_options(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_context_parallel(model: Model, plan: Plan) -> None:
+    """Raise as `validate_args` and the attention over context-parallel ranks do, or for what has no rule.
+
+    Source: megatron.training.arguments:validate_args, megatron.core.transformer.dot_product_attention.
+    """
+    options, cp = megatron_options(plan), plan.cp
+    sizes, by_both = options.hierarchical_context_parallel_sizes, options.cp_comm_type == "a2a+p2p"
+    if by_both != (sizes is not None) or (sizes and (len(sizes) != 2 or prod(sizes) != cp)):
+        raise PlanRefused(
+            f"cp_comm_type={options.cp_comm_type!r} with hierarchical_context_parallel_sizes={sizes} does "
+            f"not divide cp={cp}; use 'a2a+p2p' with two sizes whose product is cp, or 'p2p' without sizes.",
+            kind="sizes of hierarchical context parallelism",
+        )
+    if cp == 1:
+        return
+    if plan.seq_len % (2 * cp):
+        raise PlanRefused(
+            f"seq-length should be a multiple of 2 * context-parallel-size ({2 * cp}); use "
+            f"seq_len={-(-plan.seq_len // (2 * cp)) * 2 * cp}.",
+            kind="context-parallel ranks do not divide the sequence",
+        )
+    if not options.uses_te or options.attention_backend == "unfused":
+        raise PlanRefused(
+            "Context parallelism is only supported by TEDotProductAttention, with FlashAttention or cuDNN's; "
+            "use transformer_impl='transformer_engine' and attention_backend='flash' or 'fused'.",
+            kind="context parallelism without a fused attention",
+        )
+    groups, exchanged = gpt_model(model).n_kv_heads // plan.tp, options.all_to_all_ranks
+    if groups % exchanged:
+        raise PlanRefused(
+            f"{exchanged} ranks cannot exchange {groups} key heads; use a first size that divides them.",
+            kind="context-parallel ranks do not divide the heads",
+        )
+
+
 REFUSALS: Final[tuple[Rule, ...]] = (
     _check_fields,
     _check_tensor_parallel,
@@ -118,6 +154,7 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     check_layers,
     _check_schedule,
     check_positions,
+    _check_context_parallel,
     _check_options,
 )
 """The checks of a plan, in order."""

@@ -171,63 +171,70 @@ def fused_attention(qkv: Qkv, p: float) -> Tensor:
     """
     if qkv.separate:
         qkv = made_contiguous(qkv, transposes=False)
-    tape, (batch, seq, n, width), dtype = qkv.q.tape, qkv.q.shape, qkv.q.dtype
-    context = tape.context
-    scratch = cudnn_scratch(
-        context.device, context.torch_release, qkv.q.shape, qkv.k.shape, dtype, dropout=bool(p)
-    )
-
-    def backward_scratch(tape: Tape) -> None:
-        with tape.workspace() as temporary:
-            temporary.new("cuDNN's workspace", (scratch.backward_bytes,), UINT8)
+    tape, q, k, dtype = qkv.q.tape, qkv.q.shape, qkv.k.shape, qkv.q.dtype
+    batch, seq, n, width = q
 
     def compute() -> tuple[Tensor, Saved]:
         y = tape.new("attention", (batch, seq, n * width), dtype)
         lse = tape.new("log-sum-exp", (batch, n, seq), FP32)
-        with tape.workspace() as temporary:
-            if scratch.forward_bytes:
-                temporary.new("cuDNN's workspace", (scratch.forward_bytes,), UINT8)
+        fused_scratch(tape, q, k, dtype, p, backward=False)
         return y, (y.detach(), lse, tape.new("random state", (2,), INT64))
 
-    return attended(qkv, compute, backward_scratch)
+    return attended(qkv, compute, lambda tape: fused_scratch(tape, q, k, dtype, p, backward=True))
+
+
+def fused_scratch(tape: Tape, q: Shape, k: Shape, dtype: DType, p: float, *, backward: bool) -> None:
+    """Allocate and free what cuDNN's attention of these queries and keys needs for a moment."""
+    context = tape.context
+    scratch = cudnn_scratch(context.device, context.torch_release, q, k, dtype, dropout=bool(p))
+    n_bytes = scratch.backward_bytes if backward else scratch.forward_bytes
+    with tape.workspace() as temporary:
+        if n_bytes:
+            temporary.new("cuDNN's workspace", (n_bytes,), UINT8)
 
 
 def flash_attention(qkv: Qkv, *, deterministic: bool) -> Tensor:
     """FlashAttention 2, which has the batch outermost: q, k, v and its output are copied.
 
-    Backward keeps each row's dot product and a float32 accumulator of the queries' gradient, one for each
-    part of the keys if it is deterministic; grouped queries expand the gradients of keys and values.
-
     Source: transformer_engine.pytorch.attention.dot_product_attention.backends:FlashAttention.forward,
-    flash-attn 2.8's csrc/flash_attn/flash_api.cpp (`mha_fwd`, `mha_bwd`).
+    flash-attn 2.8's csrc/flash_attn/flash_api.cpp (`mha_fwd`).
     """
     qkv = made_contiguous(qkv, transposes=True)
-    tape, (batch, seq, n, width), dtype = qkv.q.tape, qkv.q.shape, qkv.q.dtype
-    groups, device = qkv.k.shape[2], tape.context.device
-    seq_rounded = -(-seq // 128) * 128
-    width_rounded = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
-    n_splits = -(-device.multiprocessors // (batch * n)) if deterministic else 1
-
-    def scratch(tape: Tape) -> None:
-        with tape.workspace() as temporary:
-            temporary.new("dots", (batch, n, seq_rounded), FP32)
-            temporary.new("sums of dq", (n_splits, batch, seq_rounded, n, width_rounded), FP32)
-            if groups != n:
-                temporary.new("expanded dk", (batch, seq, n, width), dtype)
-                temporary.new("expanded dv", (batch, seq, n, width), dtype)
+    tape, q, k, dtype = qkv.q.tape, qkv.q.shape, qkv.k.shape, qkv.q.dtype
+    batch, seq, n, width = q
 
     def compute() -> tuple[Tensor, Saved]:
         y = tape.new("attention", (batch, seq, n * width), dtype)
         lse = tape.new("log-sum-exp", (batch, n, seq), FP32)
         return y, (y.detach(), lse, tape.new("random state", (2,), INT64))
 
-    y = attended(qkv, compute, scratch)
+    y = attended(qkv, compute, lambda tape: flash_scratch(tape, q, k, dtype, deterministic=deterministic))
     if batch == 1:
         return y
     node = tape.node(
         (y.node,), (), lambda grad, saved: (grad.tape.new("grad, transposed", grad.shape, dtype),)
     )
     return tape.new("attention, transposed", y.shape, dtype, node)
+
+
+def flash_scratch(tape: Tape, q: Shape, k: Shape, dtype: DType, *, deterministic: bool) -> None:
+    """Allocate and free what FlashAttention's backward pass needs for a moment.
+
+    Each row's dot product and a float32 accumulator of the queries' gradient, one for each part of the keys
+    if it is deterministic; grouped queries expand the gradients of keys and values.
+
+    Source: flash-attn 2.8's csrc/flash_attn/flash_api.cpp (`mha_bwd`).
+    """
+    batch, seq, n, width = q
+    seq_rounded = -(-seq // 128) * 128
+    width_rounded = -(-width // 32) * 32 if width <= 128 else -(-width // 64) * 64
+    n_splits = -(-tape.context.device.multiprocessors // (batch * n)) if deterministic else 1
+    with tape.workspace() as temporary:
+        temporary.new("dots", (batch, n, seq_rounded), FP32)
+        temporary.new("sums of dq", (n_splits, batch, seq_rounded, n, width_rounded), FP32)
+        if k[2] != n:
+            temporary.new("expanded dk", (batch, k[1], n, width), dtype)
+            temporary.new("expanded dv", (batch, k[1], n, width), dtype)
 
 
 def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfig) -> Tensor:

@@ -6,14 +6,17 @@ from typing import NamedTuple
 class TransformerConfig(NamedTuple):
     """The fields of `megatron.core.transformer.transformer_config:TransformerConfig` that layers read.
 
-    `attention_backend` is the one that is taken ("flash", "fused", "unfused" or "local"); `tp` is
-    `tensor_model_parallel_size`;
-    `vocab_multiple` the argument `make_vocab_size_divisible_by`; `cross_entropy_loss_fusion`: by Transformer
-    Engine.
+    `tp` and `cp` are `tensor_model_parallel_size` and `context_parallel_size`; this is `cp_rank`, and
+    `cp_all_to_all` ranks exchange heads. `attention_backend` is the one that is taken ("flash", "fused",
+    "unfused" or "local"); `vocab_multiple` is the argument `make_vocab_size_divisible_by`;
+    `cross_entropy_loss_fusion`: by Transformer Engine.
     """
 
     tp: int = 1
     sequence_parallel: bool = False
+    cp: int = 1
+    cp_rank: int = 0
+    cp_all_to_all: int = 1
     normalization: str = "LayerNorm"
     transformer_impl: str = "transformer_engine"
     attention_backend: str = "fused"

@@ -29,6 +29,7 @@ from memplan.models.megatron.layers import (
     transposed,
     vocab_parallel_embedding,
 )
+from memplan.models.megatron.ring import ring_attention
 from memplan.shapes import FP32, Buffer, Parameter, buffer_of
 from memplan.tape import Tensor
 
@@ -170,6 +171,8 @@ class GPTModel(Decoder):
 
     def _core_attention(self, qkv: core.Qkv, heads: core.Heads) -> Tensor:
         config = self.config
+        if config.cp > 1:
+            return ring_attention(qkv, self.attention_dropout, config)
         if config.attention_backend == "fused":
             return core.fused_attention(qkv, self.attention_dropout)
         if config.attention_backend == "flash":
