@@ -653,6 +653,7 @@ def estimate(
     dp_replicate: int = 1,
     cp: int = 1,
     ep: int = 1,
+    etp: int = 1,
     zero: int = 0,
     sequence_parallel: bool = False,
     micro_batch: int = 1,
@@ -694,6 +695,7 @@ def estimate(
         dp_replicate: replicas of the `dp` ranks that shard between them (HSDP).
         cp: context-parallel ranks, which divide each sequence between them.
         ep: expert-parallel ranks, which hold different experts: each `ep` neighbours of the dp x tp ranks.
+        etp: tensor-parallel ranks of each expert, Megatron's `expert_tensor_parallel_size`.
         zero: 0 DDP, 1 optimizer state, 2 + gradients, 3 + weights.
         sequence_parallel: divide the sequence over the tensor axis between its regions.
         micro_batch: sequences per micro-batch and replica.
@@ -753,6 +755,9 @@ def estimate(
             attention_backend: Transformer Engine's attention: "flash", "fused", "unfused", or "auto".
             cp_comm_type: Megatron's `cp` hands keys and values around, "p2p", or first heads too, "a2a+p2p".
             hierarchical_context_parallel_sizes: ranks that exchange heads, and groups of them in a ring.
+            moe_token_dispatcher_type: how tokens reach experts of other ranks: "allgather" or "alltoall".
+            moe_grouped_gemm: all experts of a rank in one product of Transformer Engine.
+            moe_permute_fusion: tokens are permuted by Transformer Engine's kernels.
             gradient_accumulation_fusion: matrix products add weights' gradients to main_grad themselves.
             accumulate_allreduce_grads_in_fp32: main_grad in float32 under fp16, as always under bf16.
             overlap_grad_reduce: Megatron reduces gradients in buckets beside the backward pass.

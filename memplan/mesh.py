@@ -4,10 +4,10 @@
 read from it. Another package adds an axis by an entry point of the group `memplan.axes` (see
 `memplan.registry`), whose object is an `Axis`.
 
-A *view* (`VIEWS`) is another division of the ranks of neighbouring axes: with 8 x dp and 2 x tp, ep=4 are
-groups of 4 of these 16 ranks, and efsdp are the 4 ranks that have the same place in their groups.
+A *view* (`VIEWS`) is another division of the ranks of neighbouring axes, dp x cp x tp: with 8 x dp and
+2 x tp, ep=4 are groups of 4 of these 16 ranks, and efsdp are the 4 ranks with the same place in their groups.
 
-A *group* is an axis, a view or what it leaves ("efsdp"), several neighbouring axes as one
+A *group* is an axis, a view or what they leave ("efsdp"), several neighbouring axes or views as one
 ("dp_replicate x dp"), all ranks (`WORLD`), or a rank and its host (`HOST`). Sizes are whole numbers, or NumPy
 arrays over plans.
 """
@@ -99,36 +99,33 @@ AXES: Final = Registry(
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Another division of the ranks of some of memplan's own axes, the innermost ones.
+    """Another division of the ranks of memplan's own innermost axes (`VIEWED`).
 
     Attributes:
         text: what its ranks are, for people.
-        of: the axes whose ranks it divides; its groups are neighbours.
-        rest: the group of the ranks that have the same place in the view's groups.
         waits: the part of a step's time that its traffic is counted in.
     """
 
     text: str
-    of: tuple[str, ...]
-    rest: Group
     waits: Literal["tp", "dp", "pp"]
 
 
 VIEWS: Final[Mapping[str, View]] = {
     "ep": View(
-        text="Expert-parallel ranks, which hold different experts: of the dp x tp ranks",
-        of=("dp", "tp"),
-        rest="efsdp",
-        waits="tp",
-    )
+        text="Expert-parallel ranks, which hold different experts: of the dp x cp x tp ranks", waits="tp"
+    ),
+    "etp": View(text="Tensor-parallel ranks of each expert (Megatron)", waits="tp"),
 }
-"""The views by name."""
+"""The views by name, outermost first: experts' own mesh is efsdp x ep x etp."""
+
+VIEWED: Final = ("dp", "cp", "tp")
+"""The axes whose ranks the views divide."""
+
+REST: Final[Group] = "efsdp"
+"""The ranks that have the same place in the views' groups, and so the same experts."""
 
 DIVIDING: Final = ("tp", "cp", "ep")
 """The axes and views whose ranks run a module differently: it is traced for each number of these ranks."""
-
-RESTS: Final[Mapping[Group, str]] = {view.rest: name for name, view in VIEWS.items()}
-"""The view that leaves each group."""
 
 
 def axis_names() -> tuple[str, ...]:
@@ -227,8 +224,13 @@ class Mesh:
         [0, 1, 4]
         """
         n = sum(1 * (size > 1) for size in (*self.sizes.values(), *self.views.values()))
-        n += sum(1 * (self.views[view] > 1) * (self.size(rest) > 1) for rest, view in RESTS.items())
+        n += 1 * (self.n_viewed > 1) * (self.size(REST) > 1)
         return n + 1 * (n > 1)
+
+    @property
+    def n_viewed(self) -> Any:
+        """The ranks that hold one copy of all experts between them."""
+        return prod(self.views.values())
 
     def size(self, group: Group) -> Any:
         """The ranks of a group; a rank and its host count as one.
@@ -240,15 +242,15 @@ class Mesh:
             return self.sizes[group]
         if group in self.views:
             return self.views[group]
-        if group in RESTS:
-            view = RESTS[group]
-            return prod([self.sizes[axis] for axis in VIEWS[view].of]) // self.views[view]
         match group:
+            case "efsdp":
+                return prod([self.sizes[axis] for axis in VIEWED]) // self.n_viewed
             case "world":
                 return self.n_ranks
             case "host":
                 return 1
-        return prod(self.sizes[AXES.checked_name(axis)] for axis in group.split(TIMES))
+        own = self.sizes | self.views
+        return prod(own[checked_group(axis)] for axis in group.split(TIMES))
 
     def stride(self, group: Group) -> Any:
         """The ranks between two neighbours of a group.
@@ -257,11 +259,13 @@ class Mesh:
             UnknownName: an axis that there is not.
             InvalidValue: axes that are no neighbours, whose ranks have no common distance.
         """
-        if group == WORLD or group in self.views:
+        if group == WORLD:
             return 1
-        if group in RESTS:
-            return self.views[RESTS[group]]
-        names, axes = list(self.sizes), [AXES.checked_name(axis) for axis in group.split(TIMES)]
+        if group == REST:
+            return self.n_viewed
+        names, axes = list(self.sizes), [checked_group(axis) for axis in group.split(TIMES)]
+        if axes[-1] in self.views:
+            return prod(list(self.views.values())[list(self.views).index(axes[-1]) + 1 :])
         places = [names.index(axis) for axis in axes]
         between = {*names[places[0] : places[-1] + 1]}.difference(axes)
         if places != sorted(places) or any(np.max(self.sizes[axis]) > 1 for axis in between):
@@ -292,7 +296,7 @@ def inner_first(groups: Mapping[Group, Any]) -> Iterator[Group]:
     >>> list(inner_first({"host": 1, "pp": 2, "dp_replicate x dp": 4, "tp": 8}))
     ['tp', 'pp', 'dp_replicate x dp', 'host']
     """
-    views = *VIEWS, *RESTS
+    views = *VIEWS, REST
     names = [*reversed(axis_names()), *views, *[group for group in groups if TIMES in group], WORLD, HOST]
     for unknown in set(groups).difference(names):
         AXES.checked_name(unknown)
@@ -315,7 +319,7 @@ def sends_along(group: Group) -> bool:
     Raises:
         UnknownName: an axis that there is not.
     """
-    if group == WORLD or TIMES in group or group in (*VIEWS, *RESTS):
+    if group == WORLD or TIMES in group or group in (*VIEWS, REST):
         return False
     return AXES.named(group).sends_along
 
@@ -328,6 +332,7 @@ def waits_of(group: Group) -> str:
     """
     if group == HOST:
         raise UnknownName("the host is no group of ranks.")
-    if group in VIEWS:
-        return VIEWS[group].waits
-    return "dp" if group == WORLD or group in RESTS else AXES.named(group.partition(TIMES)[0]).waits
+    first = group.partition(TIMES)[0]
+    if first in VIEWS:
+        return VIEWS[first].waits
+    return "dp" if group in (WORLD, REST) else AXES.named(first).waits

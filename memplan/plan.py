@@ -75,8 +75,8 @@ class Plan:
     replicates (DDP), 1 shards optimizer state, 2 gradients too, 3 weights too. A step trains on
     `global_batch` sequences of `seq_len` tokens, each replica in micro-batches of `micro_batch`; 0: one
     micro-batch per pipeline stage and replica. Each field's
-    `text` describes it. `ep` divides the dp x tp ranks anew: each group of `ep` neighbours holds all experts,
-    and the `efsdp` ranks with the same experts shard them between them.
+    `text` describes it. `ep` and `etp` divide the dp x cp x tp ranks anew: each group of ep x etp
+    neighbours holds all experts, and the `efsdp` ranks with the same experts shard them between them.
 
     Attributes:
         recompute: what of a block is computed again in backward: "none"; "full": all, from the block's input;
@@ -101,6 +101,7 @@ class Plan:
     cp: int = described(1, ranks_along("cp"))
     dp_replicate: int = described(1, ranks_along("dp_replicate"))
     ep: int = described(1, Count(VIEWS["ep"].text, most=LARGEST_CLUSTER, varied=True))
+    etp: int = described(1, Count(VIEWS["etp"].text, most=LARGEST_CLUSTER))
     zero: int = described(
         0,
         Count(
@@ -192,7 +193,7 @@ class Plan:
 
     @property
     def efsdp(self) -> int:
-        """The ranks that hold the same experts, and shard them between them: dp x tp / ep."""
+        """The ranks that hold the same experts, and shard them: dp x cp x tp / (ep x etp)."""
         n: int = self.mesh.size("efsdp")
         return n
 
@@ -336,22 +337,16 @@ def _check_replicas(plan: Plan) -> None:
 
 
 def _check_experts(plan: Plan) -> None:
-    """Raise for expert-parallel ranks that are no whole groups.
-
-    Source: transformers.distributed.configuration_utils (`DistributedConfig._validate_mesh_config`).
-    """
-    if plan.ep == 1:
-        return
-    rule = ""
-    if plan.ep % plan.tp:
-        rule = f"is not a multiple of tp={plan.tp}, though ranks of one tensor group hold one batch"
-    elif (plan.dp * plan.tp) % plan.ep:
-        rule = f"does not divide dp x tp = {plan.dp * plan.tp}, the ranks that experts are divided over"
-    if rule:
-        times = f"tp={plan.tp} times " if plan.tp > 1 else ""
+    """Raise for ranks of experts that are no whole groups."""
+    ranks, own = plan.dp * plan.cp * plan.tp, plan.ep * plan.etp
+    if ranks % own:
+        named, what = f"ep={plan.ep}", "ep"
+        if plan.etp > 1:
+            named, what = f"ep={plan.ep} x etp={plan.etp}", "ep x etp"
         raise PlanRefused(
-            f"ep={plan.ep} {rule}; use {times}one of {divisors_text(plan.dp)}.",
-            kind="ep that divides the dp x tp ranks into no whole groups",
+            f"{named} does not divide dp x cp x tp = {ranks}, the ranks that experts are divided over; use "
+            f"an {what} of {divisors_text(ranks)}.",
+            kind="ep that divides the dp x cp x tp ranks into no whole groups",
         )
 
 

@@ -68,7 +68,7 @@ def test_a_rank_that_has_experts_alone_gathers_none():
 @pytest.mark.parametrize(
     "options, error, said",
     [
-        ({"dp": 4, "ep": 3}, PlanRefused, r"ep=3 does not divide dp x tp = 4.*use one of 1, 2, 4\."),
+        ({"dp": 4, "ep": 3}, PlanRefused, r"ep=3 does not divide dp x cp x tp = 4.*use an ep of 1, 2, 4\."),
         ({"dp": 2, "tp": 2, "ep": 2}, MissingRule, "traced with ep=2, and no rule says"),
         ({"dp": 2, "tp": 4, "ep": 2}, PlanRefused, "ep=2 is not a multiple of tp=4"),
         ({"dp": 4, "ep": 2, "zero": 0}, MissingRule, "DDP would average different experts"),

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from memplan.errors import InvalidValue, MissingRule, PlanRefused
 from memplan.launchers import read
 from memplan.launchers.megatron import Arguments
 from memplan.models import preset
-from memplan.models.megatron import GPTModel
+from memplan.models.megatron import GPTModel, MoE
 from memplan.plan import Rank
 from memplan.record import Collective, Compute, ComputeKind, Event, Stretch
 from memplan.replay import replayed
@@ -57,8 +57,12 @@ def scores() -> list[megatron.Scored]:
     return [megatron.scored(row) for row in megatron.read_rows()]
 
 
-def rank_of(pp_rank: int = 0, dp_rank: int = 0, model: GPTModel = SMALL, **asked) -> MegatronRank:
+def rank_of(
+    pp_rank: int = 0, dp_rank: int = 0, model: GPTModel = SMALL, *, checked: bool = False, **asked
+) -> MegatronRank:
     plan = plan_of(engine="megatron", seq_len=128, **asked)
+    if checked:
+        check_plan(model, plan, H100)
     return MegatronRank(model, plan, Rank(pp=pp_rank, dp=dp_rank), H100, {})
 
 
@@ -70,7 +74,7 @@ def test_nvidias_bytes_of_7b_on_an_h100(scores):
 
 
 def test_nvidias_bytes_of_all_rows_that_are_predicted(scores):
-    predicted = [one for one in scores if not one.reason]
+    predicted = [one for one in scores if not one.reason and "num-experts" not in one.row["arguments"]]
     errors = sorted(abs(one.peak_error) for one in predicted)
     assert len(predicted) >= 312
     assert sum(abs(one.rest_off) <= 1024 for one in predicted) >= 84
@@ -81,6 +85,18 @@ def test_nvidias_bytes_of_all_rows_that_are_predicted(scores):
     parted = [one for one in predicted if "context-parallel-size" in one.row["arguments"]]
     assert sum(one.row["arguments"]["context-parallel-size"] > 1 for one in parted) >= 55
     assert all(abs(one.peak_error) <= 0.0134 for one in parted)
+
+
+def test_nvidias_bytes_of_rows_with_experts(scores):
+    """Static bytes are exact but for blocks that the allocator did not split; peaks follow the routing."""
+    predicted = [one for one in scores if not one.reason and "num-experts" in one.row["arguments"]]
+    errors = sorted(abs(one.peak_error) for one in predicted)
+    assert len(predicted) >= 91
+    assert sum(abs(one.rest_off) <= 16_384 for one in predicted) >= 20
+    assert sum(abs(one.rest_off) <= 2**22 for one in predicted) >= 86
+    assert sum(error <= 0.01 for error in errors) >= 74
+    assert median(errors) <= 0.0034
+    assert errors[-1] <= 0.065
 
 
 def test_every_row_is_predicted_or_says_what_it_lacks(scores):
@@ -94,8 +110,9 @@ def test_the_readmes_have_the_scores(scores):
     text = (ROOT / "validate" / "README.md").read_text(encoding="utf-8")
     assert megatron.summary(scores) in text
     errors = sorted(abs(one.peak_error) for one in scores if not one.reason)
-    shown = f"{len(errors)} of its tests | peaks: median {median(errors):.2%} off, worst {errors[-1]:.1%}"
-    assert shown.replace("%", " %") in (ROOT / "README.md").read_text(encoding="utf-8")
+    ninth = quantiles(errors, n=10)[-1]
+    shown = f"{len(errors)} of its tests | peaks: median {median(errors):.2%} off, 90 % within {ninth:.1%}"
+    assert shown.replace("%", " %").replace("  %", " %") in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 NOGPU = {
@@ -215,7 +232,9 @@ def test_a_model_config_of_nvidias_tests_is_read(tmp_path):
 @pytest.mark.parametrize(
     "more, name",
     [
-        ("--num-experts 8", "num-experts"),
+        ("--num-experts 8", "disable-bias-linear"),
+        ("--num-experts 8 --disable-bias-linear", "no-bias-gelu-fusion"),
+        ("--num-experts 8 --disable-bias-linear --swiglu --moe-token-dispatcher-type flex", "moe-token-d"),
         ("--fp8-format hybrid", "fp8-format"),
         ("--multi-latent-attention", "multi-latent-attention"),
         ("--use-megatron-fsdp", "use-megatron-fsdp"),
@@ -310,6 +329,77 @@ def test_a_steps_record_is_balanced(asked):
         assert rank.record.step.net_bytes == 0
 
 
+MIXTURE = replace(SMALL, swiglu=True, add_bias_linear=False, moe=MoE(num_experts=8, ffn_hidden_size=512))
+EP: dict[str, Any] = {"dp": 4, "ep": 4, "micro_batch": 2, "global_batch": 16, "zero": 1}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"moe_grouped_gemm": False},
+        {"moe_permute_fusion": True},
+        {"moe_token_dispatcher_type": "allgather", "deterministic_mode": True},
+        {"moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": False, "transformer_impl": "local"},
+        {"tp": 2, "etp": 2, "sequence_parallel": True},
+        {"cp": 2, "ep": 8, "recompute": "full"},
+        {"pp": 2},
+    ],
+)
+def test_a_record_with_experts_is_balanced(asked):
+    of_sigmoid = MIXTURE.moe._replace(
+        router_score_function="sigmoid", router_in_fp32=True, shared_expert_intermediate_size=256,
+        aux_loss_coeff=1e-2, layer_freq=(0, 0, 1, 1, 1, 0, 1, 1),
+    )  # fmt: skip
+    sinkhorn = MIXTURE.moe._replace(router_load_balancing_type="sinkhorn", router_topk=1)
+    models = MIXTURE, replace(MIXTURE, moe=of_sigmoid), replace(MIXTURE, moe=sinkhorn, swiglu=False)
+    for model in models:
+        rank = rank_of(model=model, **EP | asked)
+        rank.record.check("megatron")
+        assert rank.record.step.net_bytes == 0
+
+
+def test_ranks_with_the_same_experts_share_their_state_and_send_tokens_to_the_others():
+    chunk, whole = rank_of(model=MIXTURE, **EP | {"ep": 2}), rank_of(model=MIXTURE, dp=4, global_batch=4)
+    of_experts = [p for p in chunk.chunks[0].parameters() if ".experts." in p.name]
+    assert sum(p.n_elements for p in of_experts) == 8 * 4 * 3 * 512 * SMALL.d_model
+    assert sum(p.n_elements for p in whole.chunks[0].parameters() if ".experts." in p.name) == 2 * sum(
+        p.n_elements for p in of_experts
+    )
+    dense, experts = chunk.states
+    assert (dense.group, experts.group) == ("dp", "efsdp")
+    assert sum(m.n_bytes for m in experts.main_params) == 4 * sum(p.n_elements for p in of_experts) // 2
+    sent = [e for e in computed(chunk.chunks[0].forward) if isinstance(e, Collective) and e.axis == "ep"]
+    tokens, hidden = 2 * 128 * 2, SMALL.d_model
+    assert sorted({e.payload_bytes for e in sent}) == [tokens * 2, tokens * hidden * 2]
+    assert len(sent) == 3 * SMALL.n_layers
+
+
+def test_arguments_of_experts_are_read_and_checked():
+    experts = (
+        "--disable-bias-linear --swiglu --num-experts 8 --moe-ffn-hidden-size 1024 --moe-router-topk 4 "
+        "--expert-model-parallel-size 2 --moe-layer-freq ([0]*3+[1]*29) --moe-router-dtype fp32 "
+        "--moe-grouped-gemm"
+    )
+    found = read(f"{GPT_7B} {experts} --sequence-parallel", "megatron").keywords
+    model = found.pop("model")
+    assert model.moe.layer_freq == (0,) * 3 + (1,) * 29
+    assert (model.moe.router_topk, model.moe.router_in_fp32, model.n_experts) == (4, True, 8)
+    assert (found["ep"], found["etp"], found["moe_token_dispatcher_type"]) == (2, 4, "allgather")
+    estimated = memplan.estimate(model, cluster="8xh100-sxm", **found)
+    assert "Routing is taken as even" in " ".join(estimated.notes)
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"ep": 4, "etp": 2}, "use an ep x etp of 1, 2, 4"),
+        ({"ep": 3, "dp": 3}, "should be a multiple of expert model parallel size"),
+        ({"ep": 2, "tp": 2, "dp": 1}, "sequence_parallel=True"),
+    )
+    for asked, said in refused:
+        with pytest.raises(PlanRefused, match=said):
+            rank_of(model=MIXTURE, checked=True, **{"dp": 4} | asked)
+    with pytest.raises(InvalidValue, match="gives no 0 or 1 for each of 32 layers"):
+        read(f"{GPT_7B} {experts.replace('*29', '*2')}", "megatron")
+
+
 def computed(stretch: Stretch) -> Iterator[Event]:
     for _ in range(stretch.repeats):
         yield from stretch.events
@@ -334,8 +424,8 @@ def test_context_parallel_ranks_divide_tokens_and_shards_and_pass_keys_and_value
 def test_the_first_context_parallel_rank_attends_with_half_of_its_queries_to_later_parts():
     def attended(cp_rank: int) -> list[tuple[int, int]]:
         chunk = ModelChunk(
-            SMALL, plan_of(engine="megatron", seq_len=128, cp=4), H100, first=True, last=True, n_layers=8,
-            cp_rank=cp_rank,
+            SMALL, plan_of(engine="megatron", seq_len=128, cp=4), H100, first=True, last=True,
+            layers=range(8), cp_rank=cp_rank,
         )  # fmt: skip
         found = [e for e in computed(chunk.forward) if isinstance(e, Compute)]
         of_attention = [e.operands for e in found if e.kind == ComputeKind.ATTENTION]

@@ -34,8 +34,11 @@ LARGEST_BYTES: Final = 2**24
 GPUS: Final = {"A100-SXM 80GB": "a100-80-sxm", "H100-SXM 80GB": "h100-sxm", "GB200": "gb200"}
 """memplan's names of the GPUs that NVIDIA ran on."""
 
-BATCH_REFACTORED: Final = "2026-05-21"
-"""From this day on (5e4fc931ba) the first tensor rank drops what other stages need: release 0.18."""
+RELEASES: Final[Mapping[str, str]] = {"": "0.14", "2025-10-22": "0.15", "2026-05-21": "0.18"}
+"""The releases of Megatron-Core whose rules apply to figures that were written from a day on.
+
+The oldest are from before 56818f9e50. From 5e4fc931ba on the first tensor rank drops what other stages need.
+"""
 
 LTS_BUMPED: Final = "2025-11-06"
 """From this day on (23a1dcaf74) the LTS container is NGC 25.09."""
@@ -108,9 +111,9 @@ def scored(row: Mapping[str, Any]) -> Scored:
     given = {"vocab-size": row["vocab_size"], **row["arguments"]}
     try:
         arguments = Arguments(given, row["environment"])
-        release = "0.18" if row["recorded"] >= BATCH_REFACTORED else "0.15"
+        release = max([since for since in RELEASES if since <= row["recorded"]])
         is_new = row["recorded"] >= DEV_BUMPED and "golden_values_lts" not in row["source"]
-        releases = {"megatron_version": release, "ngc_container": "26.04" if is_new else "25.09"}
+        releases = {"megatron_version": RELEASES[release], "ngc_container": "26.04" if is_new else "25.09"}
         plan = plan_of(**arguments.keywords, dp=row["dp"], **releases)
         check_plan(arguments.model, plan, device)
     except MemplanError as error:
@@ -130,25 +133,25 @@ def _not_comparable(row: Mapping[str, Any]) -> str:
     if _gpu(row) not in GPUS:
         return "the GPU is not stated"
     if _in_old_container(row):
-        return (
-            "an LTS container before 25.09, in which Transformer Engine chooses another attention by itself"
-        )
+        return "an LTS container before 25.09, whose Transformer Engine has other layers"
     if not row["dp"]:
         return "the number of GPUs is not stated"
     return ""
 
 
 def _in_old_container(row: Mapping[str, Any]) -> bool:
-    """Whether Transformer Engine chose the attention in a container whose software is not stated.
+    """Whether Transformer Engine chose the layers in a container whose software is not stated.
 
-    It takes no FlashAttention before 2.4.1 in deterministic mode.
+    It takes no FlashAttention before 2.4.1 in deterministic mode, and without its grouped products Megatron
+    took a `GroupedMLP` of its own.
 
     Source: transformer_engine.pytorch.attention.dot_product_attention.utils, get_attention_backend.
     """
-    arguments = row["arguments"]
+    arguments, is_old = row["arguments"], row["recorded"] < LTS_BUMPED
     by_itself = arguments.get("attention-backend", "auto") == "auto" and "deterministic-mode" in arguments
     with_te = arguments.get("transformer-impl", "transformer_engine") == "transformer_engine"
-    return by_itself and with_te and "golden_values_lts" in row["source"] and row["recorded"] < LTS_BUMPED
+    grouped = "moe-grouped-gemm" in arguments
+    return (by_itself or grouped) and with_te and is_old and "golden_values_lts" in row["source"]
 
 
 def _gpu(row: Mapping[str, Any]) -> str:
@@ -188,20 +191,23 @@ def _reasons(rows: Iterable[Scored]) -> str:
 
 
 def summary(rows: Iterable[Scored]) -> str:
-    """The figures of all predicted rows."""
-    return "\n".join(_figures([one for one in rows if not one.reason]))
+    """The figures of the predicted rows, with experts, whose routing is taken as even, and without."""
+    found: dict[str, list[Scored]] = {"without experts": [], "with experts, evenly routed": []}
+    for one in rows:
+        if not one.reason:
+            found[list(found)["num-experts" in one.row["arguments"]]].append(one)
+    return "\n".join(line for name, own in found.items() if own for line in _figures(name, own))
 
 
-def _figures(rows: Sequence[Scored]) -> Iterator[str]:
+def _figures(name: str, rows: Sequence[Scored]) -> Iterator[str]:
+    yield f"{len(rows)} rows predicted, {name}"
     if len(rows) < 2:
-        yield f"{len(rows)} rows predicted"
         return
     errors = sorted(abs(one.peak_error) for one in rows)
     states = sorted(abs(one.rest_off) for one in rows)
     within = [sum(error <= bound for error in errors) for bound in (0.001, 0.01)]
     exact = [sum(off <= bound for off in states) for bound in (1024, 2**22)]
     ninth = quantiles(errors, n=10)[-1]
-    yield f"{len(rows)} rows predicted"
     yield (
         f"after a step: {exact[0]} within 1,024 bytes, {exact[1]} within 4 MiB; "
         f"median {median(states):,.0f} bytes"

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from memplan.estimate import StageEstimate, rank_estimate
-from memplan.mesh import RESTS, WORLD, Group, Mesh, shard_group
+from memplan.mesh import REST, WORLD, Group, Mesh, shard_group
 from validate.cases import Case, check_case
 from validate.collectives import Collective
 
@@ -41,7 +41,7 @@ def axis_of(mesh: Mesh, group: Group) -> Group:
     cp = mesh.sizes["cp"]
     if mesh.size(group) < mesh.n_ranks or max(cp, *mesh.views.values()) == 1:
         return group
-    names = WORLD, *mesh.sizes, *RESTS, *mesh.views, *([shard_group(cp)] if cp > 1 else [])
+    names = WORLD, *mesh.sizes, REST, *mesh.views, *([shard_group(cp)] if cp > 1 else [])
     return [one for one in names if mesh.size(one) == mesh.n_ranks][-1]
 
 

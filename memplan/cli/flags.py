@@ -130,7 +130,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
         "device",
     ),
     "Mesh": (
-        *("dp", "tp", "pp", "dp_replicate", "cp", "ep", "zero", "sequence_parallel"),
+        *("dp", "tp", "pp", "dp_replicate", "cp", "ep", "etp", "zero", "sequence_parallel"),
         *("schedule", "virtual_stages", "layers_per_stage"),
     ),
     "Batch": ("micro_batch", "global_batch", "seq_len"),

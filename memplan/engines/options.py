@@ -53,6 +53,9 @@ class EngineOptions(TypedDict, total=False):
     attention_backend: Literal["auto", "flash", "fused", "unfused"]
     cp_comm_type: Literal["p2p", "a2a+p2p"]
     hierarchical_context_parallel_sizes: tuple[int, ...] | None
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"]
+    moe_grouped_gemm: bool
+    moe_permute_fusion: bool
     gradient_accumulation_fusion: bool
     accumulate_allreduce_grads_in_fp32: bool
     overlap_grad_reduce: bool
@@ -67,7 +70,7 @@ class EngineOptions(TypedDict, total=False):
     deterministic_mode: bool
     make_vocab_size_divisible_by: int
     cublas_workspace_config: str
-    megatron_version: Literal["0.15", "0.18"]
+    megatron_version: Literal["0.14", "0.15", "0.18"]
     ngc_container: Literal["25.09", "26.04"]
 
 

@@ -3,6 +3,7 @@
 Source: megatron.training.arguments (of 6e091e1b68): the flags, and what `validate_args` makes of them.
 """
 
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, final
@@ -12,7 +13,7 @@ from memplan.errors import InvalidValue, MissingRule, reason, shown_value
 from memplan.fields import count_or_text, number_or_text
 from memplan.launchers.base import Job, Launcher, Limit, Read, yaml_values
 from memplan.models import Model
-from memplan.models.megatron import GPTModel
+from memplan.models.megatron import GPTModel, MoE
 
 FLAG_WORDS: Final = {"true": True, "false": False}
 """The values of a flag in a YAML file."""
@@ -48,6 +49,23 @@ READ: Final = frozenset(
         "context-parallel-size",
         "cp-comm-type",
         "hierarchical-context-parallel-sizes",
+        "expert-model-parallel-size",
+        "expert-tensor-parallel-size",
+        "num-experts",
+        "moe-ffn-hidden-size",
+        "moe-layer-freq",
+        "moe-router-topk",
+        "moe-router-load-balancing-type",
+        "moe-aux-loss-coeff",
+        "moe-router-score-function",
+        "moe-router-pre-softmax",
+        "moe-router-enable-expert-bias",
+        "moe-router-dtype",
+        "moe-shared-expert-intermediate-size",
+        "moe-token-dispatcher-type",
+        "moe-grouped-gemm",
+        "moe-permute-fusion",
+        "no-bias-gelu-fusion",
         "num-layers-per-virtual-pipeline-stage",
         "num-virtual-stages-per-pipeline-rank",
         "decoder-first-pipeline-num-layers",
@@ -120,7 +138,12 @@ HARMLESS: Final = (
     ),
     *("no-mmap", "disable-gloo", "attention-softmax-in-fp32", "apply-query-key-layer-scaling"),
     *("ddp-average-in-collective", "calculate-per-token-loss", "apply-layernorm-1p", "enable-experimental"),
-    *("expert-tensor-parallel-size",),  # divides experts, which are refused
+    *(
+        "moe-router-bias-update-rate",
+        "moe-router-num-groups",
+        "moe-router-group-topk",
+        "moe-router-topk-scaling",
+    ),
     *("no-persist-layer-norm", "use-flash-attn", "accumulate-allreduce-grads-in-fp32"),
 )
 """How the names of arguments begin that change no byte of a step."""
@@ -128,8 +151,13 @@ HARMLESS: Final = (
 POSITIONS: Final = ("learned_absolute", "rope", "none")
 """The position embeddings that have rules, Megatron's default first."""
 
+DISPATCHERS: Final = ("allgather", "alltoall")
+"""The token dispatchers that have rules, Megatron's default first."""
+
+LOAD_BALANCING: Final = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+"""How routers balance experts, Megatron's default first."""
+
 AT: Final[Mapping[str, tuple[Any, ...]]] = {
-    "expert-model-parallel-size": (1,),
     "mtp-num-layers": (0,),
     "optimizer": ("adam",),
     "cuda-graph-impl": ("none",),
@@ -309,7 +337,57 @@ class Arguments:
             rotary_percent=self.number("rotary-percent", 1.0),
             rope_fusion=not self.flag("no-rope-fusion"),
             qk_layernorm=self.flag("qk-layernorm"),
+            moe=self.moe if self.flag("num-experts") else None,
         )
+
+    @property
+    def moe(self) -> MoE:
+        """The mixture of experts of each layer that has one.
+
+        Raises:
+            MissingRule: a router or experts without a rule.
+        """
+        if not self.flag("disable-bias-linear"):
+            raise MissingRule("--num-experts without --disable-bias-linear has no rule; add it.")
+        if not (self.flag("swiglu") or self.flag("no-bias-gelu-fusion")):
+            raise MissingRule(
+                "--num-experts with GELU: Megatron fuses only SwiGLU with the weights of a router; add "
+                "--no-bias-gelu-fusion, or --swiglu."
+            )
+        return MoE(
+            num_experts=self.count("num-experts"),
+            ffn_hidden_size=self.count("moe-ffn-hidden-size", self.ffn_hidden_size),
+            router_topk=self.count("moe-router-topk", 2),
+            layer_freq=self._layer_freq(),
+            shared_expert_intermediate_size=self.count("moe-shared-expert-intermediate-size", 0),
+            router_load_balancing_type=self.one_of("moe-router-load-balancing-type", *LOAD_BALANCING),
+            aux_loss_coeff=self.number("moe-aux-loss-coeff", 0.0),
+            router_score_function=self.one_of("moe-router-score-function", "softmax", "sigmoid"),
+            router_pre_softmax=self.flag("moe-router-pre-softmax"),
+            router_enable_expert_bias=self.flag("moe-router-enable-expert-bias"),
+            router_in_fp32="moe-router-dtype" in self.given
+            and self.one_of("moe-router-dtype", "fp32") == "fp32",
+        )
+
+    def _layer_freq(self) -> tuple[int, ...]:
+        """For each layer whether it has experts: every n-th one from the first, or a list as "[0]*3+[1]*13".
+
+        Source: megatron.core.transformer.moe.moe_utils, megatron.core.models.gpt.gpt_layer_specs.
+        """
+        n_layers, said = self.count("num-layers"), str(self.given.get("moe-layer-freq", 1)).strip("()\"' ")
+        if said.isdecimal() and int(said):
+            return tuple([int(i % int(said) == 0) for i in range(n_layers)])
+        terms = [
+            re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", term)
+            for term in said.replace(" ", "").split("+")
+        ]
+        found = [int(one) for term in terms if term for one in term[1].split(",") * int(term[2] or 1)]
+        if None in terms or len(found) != n_layers:
+            raise InvalidValue(
+                f"--moe-layer-freq {shown_value(said)} gives no 0 or 1 for each of {n_layers} layers; use "
+                "a number n, for every n-th layer, or a list as [0]*3+[1]*13."
+            )
+        return tuple(found)
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -323,6 +401,8 @@ class Arguments:
             "tp": self.tp,
             "pp": self.pp,
             "cp": self.count("context-parallel-size", 1),
+            "ep": self.count("expert-model-parallel-size", 1),
+            "etp": self.count("expert-tensor-parallel-size", self.tp) if self.flag("num-experts") else 1,
             "zero": int(self.flag("use-distributed-optimizer")),
             "sequence_parallel": self.flag("sequence-parallel") and self.tp > 1,
             "micro_batch": self.count("micro-batch-size"),
@@ -343,6 +423,7 @@ class Arguments:
         flags = (
             "overlap-grad-reduce", "overlap-param-gather", "cross-entropy-loss-fusion", "deterministic-mode",
             "accumulate-allreduce-grads-in-fp32", "overlap-param-gather-with-optimizer-step",
+            "moe-permute-fusion",
         )  # fmt: skip
         found: dict[str, Any] = {
             name.replace("-", "_"): read(self.given[name])
@@ -350,6 +431,9 @@ class Arguments:
             if name in self.given
         }
         found |= {name.replace("-", "_"): True for name in flags if self.flag(name)}
+        if self.flag("num-experts"):
+            found["moe_grouped_gemm"] = self.flag("moe-grouped-gemm")
+            found["moe_token_dispatcher_type"] = self.one_of("moe-token-dispatcher-type", *DISPATCHERS)
         for name in ("gradient-accumulation-fusion", "create-attention-mask-in-dataloader"):
             if self.flag(f"no-{name}"):
                 found[name.replace("-", "_")] = False

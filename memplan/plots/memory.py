@@ -49,6 +49,7 @@ AXIS_LABELS: Final = {
     "dp_replicate": "dp_replicate (replicas of the dp ranks)",
     "cp": "cp (context-parallel ranks)",
     "ep": "ep (expert-parallel ranks)",
+    "etp": "etp (tensor-parallel ranks of each expert)",
 }
 
 

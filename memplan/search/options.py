@@ -22,6 +22,7 @@ class PlanOptions(TypedDict, total=False):
     pp: int | Iterable[int]
     cp: int | Iterable[int]
     ep: int | Iterable[int]
+    etp: int
     virtual_stages: int | Iterable[int]
     zero: int | Iterable[int]
     sequence_parallel: bool | Iterable[bool]
@@ -63,6 +64,9 @@ class PlanOptions(TypedDict, total=False):
     attention_backend: str | Iterable[str]
     cp_comm_type: str | Iterable[str]
     hierarchical_context_parallel_sizes: tuple[int, ...] | None
+    moe_token_dispatcher_type: str | Iterable[str]
+    moe_grouped_gemm: bool | Iterable[bool]
+    moe_permute_fusion: bool | Iterable[bool]
     gradient_accumulation_fusion: bool | Iterable[bool]
     accumulate_allreduce_grads_in_fp32: bool | Iterable[bool]
     overlap_grad_reduce: bool | Iterable[bool]

@@ -14,7 +14,7 @@ from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.checks import check_plan
 from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
-from memplan.mesh import AXES, DIVIDING, VIEWS, Mesh, axis_names, degrees_text, with_several
+from memplan.mesh import AXES, DIVIDING, VIEWED, VIEWS, Mesh, axis_names, degrees_text, with_several
 from memplan.models import Model, divided
 from memplan.plan import RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
@@ -121,7 +121,7 @@ class Space:
                 if replicas % dp == 0 and replicas // dp in self.of("dp_replicate", divisors(replicas)):
                     axes = divided | {"dp_replicate": replicas // dp, "dp": dp}
                     for ep in self.eps(axes):
-                        mesh = Mesh(axes | {"ep": ep})
+                        mesh = Mesh(axes | {"ep": ep, "etp": self.base.etp})
                         if self._matters(mesh):
                             yield mesh
 
@@ -130,9 +130,9 @@ class Space:
 
         Left out, that is one, and without tensor ranks the largest that divides the experts within a node.
         """
-        ranks, tp = sizes["dp"] * sizes["tp"], sizes["tp"]
+        ranks, tp = prod([sizes[axis] for axis in VIEWED]) // self.base.etp, sizes["tp"]
         if "ep" in self.ranges:
-            return tuple([ep for ep in self.ranges["ep"] if ep == 1 or (ep % tp == 0 and ranks % ep == 0)])
+            return tuple([ep for ep in self.ranges["ep"] if ranks % ep == 0])
         if tp > 1 or sizes["pp"] > 1 or self.node is None or not self.model.n_experts:
             return (1,)
         return tuple(sorted({1, gcd(ranks, self.node, self.model.n_experts)}))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from math import lcm
 from typing import Final, NamedTuple
 
+from memplan.mesh import Group
 from memplan.plan import MOMENTS
 from memplan.shapes import FP32, Buffer, DType, Parameter, buffer_of
 
@@ -106,12 +107,14 @@ class ChunkStates(NamedTuple):
     """What a rank keeps of one model chunk, in the order in which it is allocated.
 
     Attributes:
+        group: the ranks that reduce the gradients, and between which the distributed optimizer divides them.
         weights: as the modules make them; `param_data`: the buffer that replaces them, if any.
         grad_data: the contiguous gradients, into which each `main_grad` is a view.
         main_params: in float32; none of float32 weights.
         moments: of the optimizer.
     """
 
+    group: Group
     weights: tuple[Buffer, ...]
     param_data: Buffer | None
     grad_data: Buffer
@@ -126,7 +129,7 @@ class ChunkStates(NamedTuple):
 
 
 def chunk_states(
-    parameters: Sequence[Parameter], grad_dtype: DType, optimizer: str, shard: Shard | None
+    parameters: Sequence[Parameter], grad_dtype: DType, optimizer: str, shard: Shard | None, group: Group
 ) -> ChunkStates:
     """The states of a chunk with these weights; `shard`: this rank's part; None: no distributed optimizer.
 
@@ -149,6 +152,7 @@ def chunk_states(
         for name in MOMENTS[optimizer]
     ]
     return ChunkStates(
+        group,
         weights,
         param_data,
         buffer_of("grad_data", (n_elements,), grad_dtype, "grads"),

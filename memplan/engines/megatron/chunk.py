@@ -10,7 +10,14 @@ from memplan.engines.megatron.options import megatron_options
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.models import Model
 from memplan.models.base import BLOCKS
-from memplan.models.megatron import GPTModel, TransformerConfig, configured, gpt_model
+from memplan.models.megatron import (
+    EXPERTS,
+    GPTModel,
+    TransformerConfig,
+    configured,
+    gpt_model,
+    kept_by_dispatcher,
+)
 from memplan.plan import Plan
 from memplan.record import Collective, CollectiveKind, Event, Stretch, allocs, chain, events, frees, repeated
 from memplan.shapes import BF16, BOOL, FP16, FP32, INT64, Buffer, DType, Parameter, buffer_of
@@ -31,12 +38,18 @@ def transformer_config(
         cp=plan.cp,
         cp_rank=plan.cp - 1 if cp_rank is None else cp_rank,
         cp_all_to_all=options.all_to_all_ranks,
+        ep=plan.ep,
+        etp=plan.etp,
+        moe_token_dispatcher_type=options.moe_token_dispatcher_type,
+        moe_grouped_gemm=options.moe_grouped_gemm,
+        moe_permute_fusion=options.moe_permute_fusion,
         transformer_impl=options.transformer_impl,
         attention_backend=options.attention(device, dropout) if options.uses_te else "local",
         gradient_accumulation_fusion=options.gradient_accumulation_fusion,
         cross_entropy_loss_fusion=options.cross_entropy_loss_fusion,
         create_attention_mask_in_dataloader=options.create_attention_mask_in_dataloader,
         deterministic_mode=options.deterministic_mode,
+        release=options.release,
         vocab_multiple=options.make_vocab_size_divisible_by,
     )
 
@@ -52,12 +65,13 @@ class ModelChunk:
     """
 
     def __init__(
-        self, model: Model, plan: Plan, device: Device, *, first: bool, last: bool, n_layers: int,
+        self, model: Model, plan: Plan, device: Device, *, first: bool, last: bool, layers: range,
         tp_rank: int = 0, cp_rank: int | None = None, backend: Backend = "nccl",
     ) -> None:  # fmt: skip
-        self.plan, self.first, self.last, self.n_layers = plan, first, last, n_layers
+        self.plan, self.first, self.last, self.n_layers = plan, first, last, len(layers)
         self.tp_rank = tp_rank
         self.model: GPTModel = configured(model, transformer_config(model, plan, device, cp_rank))
+        self.layers = self.model.layers_in(layers)
         self.params_dtype: DType = PARAMS_DTYPES[plan.precision]
         self.local_seq_len = plan.local_seq_len // (plan.tp if plan.sequence_parallel else 1)
         self.context = OpContext(
@@ -83,18 +97,15 @@ class ModelChunk:
     @cached_property
     def runs(self) -> tuple[tuple[BlockKind, int], ...]:
         """The runs of equal layers; a chunk without layers has one run of length 0."""
-        plan = self.plan
-        again = 0
-        if plan.recompute != "none":
-            again = (
-                self.n_layers if plan.recompute_blocks is None else min(self.n_layers, plan.recompute_blocks)
-            )
-        found = [
-            (BlockKind(BLOCKS, plan.recompute), again),
-            (BlockKind(BLOCKS, "none"), self.n_layers - again),
-        ]
-        kept = [(kind, n) for kind, n in found if n]
-        return tuple(kept or found[1:])
+        plan, found = self.plan, list[tuple[BlockKind, int]]()
+        left = 0 if plan.recompute == "none" else self.n_layers
+        if plan.recompute_blocks is not None:
+            left = min(left, plan.recompute_blocks)
+        for kind, n in self.layers:
+            again = min(left, n)
+            left -= again
+            found += [(BlockKind(kind, plan.recompute), again), (BlockKind(kind, "none"), n - again)]
+        return tuple([(kind, n) for kind, n in found if n]) or ((BlockKind(BLOCKS, "none"), 0),)
 
     @cached_property
     def trace(self) -> Trace:
@@ -217,6 +228,14 @@ class ModelChunk:
                 body = from_outside(body, self.trace.boundary_grad)
             yield repeated(events("backward: layer", body), n)
             outside = False
+
+    @property
+    def kept_by_dispatchers(self) -> Iterator[Buffer]:
+        """What the token dispatchers of layers with experts refer to between steps."""
+        moe, tokens = self.model.moe, self.plan.micro_batch * self.local_seq_len
+        for kind, n in self.layers:
+            if moe is not None and kind == EXPERTS:
+                yield from [*kept_by_dispatcher(moe, tokens, self.params_dtype, self.model.config)] * n
 
     def _p2p(self, kind: CollectiveKind, what: str, *, sends: bool) -> Stretch:
         n_bytes = self.trace.boundary.n_bytes

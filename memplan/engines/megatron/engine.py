@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import product
 from typing import Final, final
 
 from memplan.device import Device
@@ -21,7 +22,8 @@ from memplan.engines.megatron.refusals import REFUSALS
 from memplan.engines.megatron.schedules import forward_backward
 from memplan.memory import Alive
 from memplan.models import Model
-from memplan.models.megatron import WORDS
+from memplan.models.base import Layers
+from memplan.models.megatron import EXPERTS, WORDS, gpt_model
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.record import Collective, Event, Stretch, allocs, chain, events, frees
 from memplan.replay import AllocatorProgram
@@ -32,10 +34,19 @@ from memplan.units import MiB
 TE_ALIGNMENT_BYTES: Final = 1024
 """What Transformer Engine's workspace has beside 32 MiB on Hopper and later."""
 
+GROUPED_STREAMS: Final = 4
+"""The streams of Transformer Engine's grouped products, each of which has a workspace of its own.
+
+Source: transformer_engine.pytorch.module.base:get_multi_stream_cublas_workspace.
+"""
+
 UPDATE_NAME: Final = "update"
 """The name of the optimizer's part of a step."""
 
-_Ends = tuple[bool, bool, int]
+OF_EXPERTS: Final = ".mlp.experts."
+"""What names of experts' weights contain, which ranks with the same experts reduce between them."""
+
+_Ends = tuple[bool, bool, tuple[Layers, ...]]
 
 
 def te_workspace_bytes(device: Device) -> int:
@@ -58,13 +69,20 @@ class MegatronRank:
         self.layers = tuple([stage_layers(model.n_blocks, plan, index) for index in self.indices])
         self.chunks: list[ModelChunk] = []
         for index, layers in zip(self.indices, self.layers, strict=True):
-            first, last, n = index == 0, index == plan.n_stages - 1, len(layers)
-            if (first, last, n) not in known:
-                known[first, last, n] = ModelChunk(
-                    model, plan, device, first=first, last=last, n_layers=n, tp_rank=rank.tp, cp_rank=rank.cp
-                )
-            self.chunks.append(known[first, last, n])
+            first, last = index == 0, index == plan.n_stages - 1
+            key = first, last, gpt_model(model).layers_in(layers)
+            if key not in known:
+                known[key] = ModelChunk(
+                    model, plan, device, first=first, last=last, layers=layers, tp_rank=rank.tp,
+                    cp_rank=rank.cp,
+                )  # fmt: skip
+            self.chunks.append(known[key])
         self.last = any(chunk.last for chunk in self.chunks)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer of this rank has a mixture of experts."""
+        return any(kind == EXPERTS for chunk in self.chunks for kind, _ in chunk.layers)
 
     @property
     def grad_dtype(self) -> DType:
@@ -89,15 +107,28 @@ class MegatronRank:
 
     @cached_property
     def states(self) -> list[ChunkStates]:
-        """Weights, gradient buffers, main parameters and moments of each chunk."""
+        """Weights, gradient buffers, main parameters and moments of each chunk, experts' after the others'.
+
+        Source: megatron.core.distributed.distributed_data_parallel:group_params_for_buffers.
+        """
         plan, found = self.plan, []
-        for local, chunk in enumerate(self.chunks):
-            parameters, shard = chunk.parameters(), None
+        place = self.rank.dp * plan.cp + self.rank.cp
+        groups = [(plan.shard_group, plan.n_shards, place)]
+        if plan.ep > 1:
+            groups.append(("efsdp", plan.efsdp, (place * plan.tp + self.rank.tp) // (plan.ep * plan.etp)))
+        for (group, n_ranks, own), (local, chunk) in product(groups, enumerate(self.chunks)):
+            of_experts = group == "efsdp"
+            parameters = [
+                p for p in chunk.parameters() if (OF_EXPERTS in p.name and plan.ep > 1) == of_experts
+            ]
+            if not parameters:
+                continue
+            shard = None
             if plan.zero:
-                n = plan.n_shards // self.options.num_distributed_optimizer_instances
+                n = n_ranks // self.options.num_distributed_optimizer_instances
                 buckets = buckets_of(parameters, self.bucket_size(local), n, self.shared(chunk))
-                shard = Shard(buckets, (self.rank.dp * plan.cp + self.rank.cp) % n, n)
-            found.append(chunk_states(parameters, self.grad_dtype, plan.optimizer, shard))
+                shard = Shard(buckets, own % n, n)
+            found.append(chunk_states(parameters, self.grad_dtype, plan.optimizer, shard, group))
         return found
 
     @cached_property
@@ -117,13 +148,19 @@ class MegatronRank:
     def kept(self) -> Iterator[Buffer]:
         """What is neither state nor left by a step: workspaces, caches, and scalars of the training loop."""
         plan, options, device = self.plan, self.options, self.device
-        if options.uses_te:
+        if options.uses_te or self.has_experts:  # routers take its products
             yield buffer_of("Transformer Engine's workspace", (te_workspace_bytes(device),), UINT8)
+            if options.moe_grouped_gemm and self.has_experts:
+                for _ in range(GROUPED_STREAMS):
+                    yield buffer_of("grouped products' workspace", (te_workspace_bytes(device),), UINT8)
+        if options.uses_te:
             yield buffer_of("cu_seqlens", (plan.micro_batch + 1,), INT32)
         for one in self.chunks[:1]:
             yield from one.model.buffers(plan.local_seq_len)
         yield from self._memory_buffers()
         yield from self._dummy_grads()
+        for chunk in self.chunks:
+            yield from chunk.kept_by_dispatchers
         scalars = [("FusedAdam's overflow buffer", INT32), ("start time", FP32)]
         if self.chunks[0].params_dtype == FP16:
             names = "scale", "min_scale", "growth_factor", "backoff_factor", "found_inf", "overflow buffer"
@@ -159,6 +196,13 @@ class MegatronRank:
             sizes.append(batch * one.model.heads.n * seq * seq)
         if plan.sequence_parallel and (self.last or not self.options.uses_te):
             sizes.append(batch * seq * one.model.d_model)
+        if (
+            self.has_experts
+            and self.options.moe_token_dispatcher_type == "allgather"
+            and plan.ep * plan.etp > 1
+        ):
+            tokens = batch * seq // (plan.tp if plan.sequence_parallel else 1)
+            sizes.append(tokens * plan.ep * plan.etp * one.model.d_model)
         if max(sizes):
             yield buffer_of("global memory buffer", (max(sizes),), one.params_dtype)
 
@@ -169,7 +213,13 @@ class MegatronRank:
         """
         if not self.options.gradient_accumulation_fusion:
             return
-        shapes = {p.shape for chunk in self.chunks for block, _ in chunk.blocks for p in block.parameters}
+        shapes = {
+            p.shape
+            for chunk in self.chunks
+            for block, _ in chunk.blocks
+            for p in block.parameters
+            if not p.name.endswith("router.weight") and ".experts.linear_fc" not in p.name
+        }
         if self.last:
             model = self.chunks[-1].model
             shapes.add((model.padded_vocab_size // self.plan.tp, model.d_model))
@@ -215,17 +265,17 @@ class MegatronRank:
         Neglects: what clipping and the update allocate for a moment, which is less than the passes do.
         """
         plan, options = self.plan, self.options
-        if plan.n_shards == 1:
-            return
         for chunk in self.states:
+            if plan.mesh.size(chunk.group) == 1:
+                continue
             yield Collective(
-                kind="reduce_scatter" if plan.zero else "all_reduce", axis=plan.shard_group, what="gradients",
+                kind="reduce_scatter" if plan.zero else "all_reduce", axis=chunk.group, what="gradients",
                 payload_bytes=chunk.grad_data.n_bytes,
                 overlap="backward" if options.overlap_grad_reduce else "nothing",
             )  # fmt: skip
             if chunk.param_data is not None:
                 yield Collective(
-                    kind="all_gather", axis=plan.shard_group, what="weights",
+                    kind="all_gather", axis=chunk.group, what="weights",
                     payload_bytes=chunk.param_data.n_bytes,
                     overlap="compute" if options.overlap_param_gather else "nothing",
                 )  # fmt: skip
@@ -276,6 +326,7 @@ class MegatronEngine(Engine):
     code = "Megatron-Core"
     reserves_more = 0.09
     axes = "pp", "dp", "cp", "tp"
+    views = "ep", "etp"
     refusals = REFUSALS
     options = MegatronOptions
 
@@ -289,6 +340,11 @@ class MegatronEngine(Engine):
             f"upper end has {self.reserves_more:.0%} more than a replay of the allocator reserves, as the "
             "largest difference from runs without a GPU."
         )
+        if gpt_model(model).moe:
+            yield (
+                "Routing is taken as even: each expert gets as many tokens. A rank whose experts get more "
+                "holds more; runs of NVIDIA's own tests held up to 6% more, or less."
+            )
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         known: dict[_Ends, ModelChunk] = {}

@@ -13,9 +13,10 @@ from memplan.units import KiB
 
 TRANSFORMER_IMPLS: Final = ("transformer_engine", "local")
 ATTENTION_BACKENDS: Final = ("auto", "flash", "fused", "unfused")
+DISPATCHERS: Final = ("allgather", "alltoall")
 CP_COMM_TYPES: Final = ("p2p", "a2a+p2p")
 CROSS_ENTROPY_IMPLS: Final = ("native", "te")
-MEGATRON_VERSIONS: Final = ("0.15", "0.18")
+MEGATRON_VERSIONS: Final = ("0.14", "0.15", "0.18")
 
 NGC_CONTAINERS: Final[Mapping[str, Release]] = {"25.09": (2, 9), "26.04": (2, 12)}
 """NVIDIA's containers in which it ran Megatron's tests, and their releases of PyTorch."""
@@ -65,6 +66,16 @@ class MegatronOptions:
             optional=True,
             word="cp-sizes",
         ),
+    )
+    moe_token_dispatcher_type: str = described(
+        "alltoall",
+        Choice("How tokens reach experts of other ranks", choices=DISPATCHERS, word="dispatcher"),
+    )
+    moe_grouped_gemm: bool = described(
+        True, Flag("All experts of a rank in one product (TEGroupedMLP)", word="grouped-gemm")
+    )
+    moe_permute_fusion: bool = described(
+        False, Flag("Tokens are permuted by Transformer Engine's kernels", word="permute-fusion")
     )
     gradient_accumulation_fusion: bool = described(
         True, Flag("Weights' gradients are added to main_grad by the matrix product", word="grad-fusion")

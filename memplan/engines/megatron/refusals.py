@@ -7,7 +7,7 @@ from memplan.engines.base import Rule
 from memplan.engines.megatron.chunk import PARAMS_DTYPES
 from memplan.engines.megatron.options import megatron_options
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
-from memplan.errors import MissingRule, PlanRefused
+from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model
 from memplan.models.megatron import gpt_model
 from memplan.plan import Plan
@@ -112,6 +112,47 @@ def _check_options(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_experts(model: Model, plan: Plan) -> None:
+    """Raise as `TransformerConfig` and MoELayer do, or for what has no rule.
+
+    Source: megatron.core.transformer.moe.moe_layer:MoELayer.forward,
+    megatron.training.arguments:validate_args.
+    """
+    moe, own = gpt_model(model).moe, plan.ep * plan.etp
+    if moe is None:
+        if own > 1:
+            raise PlanRefused(
+                f"ep={plan.ep}, etp={plan.etp}: {model.name} has no experts to divide; use 1 of each.",
+                kind="ep of a model without experts",
+            )
+        return
+    if moe.num_experts % plan.ep:
+        raise PlanRefused(
+            f"Number of experts ({moe.num_experts}) should be a multiple of expert model parallel size "
+            f"({plan.ep}); use one of {divisors_text(moe.num_experts)}.",
+            kind="ep that does not divide the experts",
+        )
+    if moe.ffn_hidden_size % plan.etp:
+        raise PlanRefused(
+            f"etp={plan.etp} does not divide the experts' ffn_hidden_size={moe.ffn_hidden_size}; use one of "
+            f"{divisors_text(moe.ffn_hidden_size)}.",
+            kind="etp that does not divide the experts",
+        )
+    if plan.tp > 1 and not plan.sequence_parallel:
+        raise PlanRefused(
+            "When using MoE and tensor parallelism, sequence parallelism must be used; use "
+            "sequence_parallel=True.",
+            kind="experts under tensor parallelism without sequence parallelism",
+        )
+    options = megatron_options(plan)
+    if options.moe_grouped_gemm and not options.uses_te:
+        raise MissingRule(
+            "moe_grouped_gemm with transformer_impl='local' has no rule; use 'transformer_engine', or "
+            "moe_grouped_gemm=False.",
+            kind="options that the engine has no rule for",
+        )
+
+
 def _check_context_parallel(model: Model, plan: Plan) -> None:
     """Raise as `validate_args` and the attention over context-parallel ranks do, or for what has no rule.
 
@@ -155,6 +196,7 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     _check_schedule,
     check_positions,
     _check_context_parallel,
+    _check_experts,
     _check_options,
 )
 """The checks of a plan, in order."""

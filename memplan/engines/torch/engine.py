@@ -15,7 +15,7 @@ from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.torch.step import Player
 from memplan.engines.trace import Block, Segment
 from memplan.hardware import gpu
-from memplan.mesh import AXES, VIEWS
+from memplan.mesh import AXES
 from memplan.models import Layers, Model, TracedModel, counted_weights
 from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
@@ -29,7 +29,7 @@ class TorchEngine(Engine):
 
     name = "torch"
     axes = tuple(AXES.own)
-    views = tuple(VIEWS)
+    views = ("ep",)
     refusals = REFUSALS
     options = TorchOptions
     gives_bounds = True

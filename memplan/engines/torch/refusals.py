@@ -8,7 +8,7 @@ from memplan.device import Device
 from memplan.engines.recorded import checked_cut
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.engines.torch.options import FSDP1_OPTIONS, TorchOptions, torch_options, weight_dtype
-from memplan.errors import MissingRule, PlanRefused
+from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model, TracedModel, ends_are_tied, not_divided, not_divided_so
 from memplan.models.traced import Ends
 from memplan.plan import Plan
@@ -398,11 +398,18 @@ def _check_traced(model: Model, plan: Plan) -> None:
 def _check_experts(model: Model, plan: Plan) -> None:
     """Raise for expert-parallel ranks beside what transformers or PyTorch does not run with them.
 
-    Source: transformers.distributed.configuration_utils (`DistributedConfig._validate_resolved_ep_plan`).
+    Source: transformers.distributed.configuration_utils (`DistributedConfig._validate_mesh_config`,
+    `DistributedConfig._validate_resolved_ep_plan`).
     """
     if plan.ep == 1:
         return
     options, named = torch_options(plan), f"ep={plan.ep}"
+    if plan.ep % plan.tp:
+        raise PlanRefused(
+            f"{named} is not a multiple of tp={plan.tp}, though ranks of one tensor group hold one batch; "
+            f"use tp={plan.tp} times one of {divisors_text(plan.dp)}.",
+            kind="ep that is no multiple of tp",
+        )
     if model.divides_itself:
         raise MissingRule(
             f"{named} has no rule for {model.code}, the implementation {model.implementation!r} of "

@@ -5,6 +5,16 @@ Read from NVIDIA/Megatron-LM at 6e091e1b68 (May 2026) and Transformer Engine 2.8
 """
 
 from memplan.models.megatron.config import TransformerConfig
-from memplan.models.megatron.model import WORDS, GPTModel, configured, gpt_model
+from memplan.models.megatron.experts import MoE, kept_by_dispatcher
+from memplan.models.megatron.model import EXPERTS, WORDS, GPTModel, configured, gpt_model
 
-__all__ = ["WORDS", "GPTModel", "TransformerConfig", "configured", "gpt_model"]
+__all__ = [
+    "EXPERTS",
+    "WORDS",
+    "GPTModel",
+    "MoE",
+    "TransformerConfig",
+    "configured",
+    "gpt_model",
+    "kept_by_dispatcher",
+]

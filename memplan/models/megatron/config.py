@@ -9,7 +9,8 @@ class TransformerConfig(NamedTuple):
     `tp` and `cp` are `tensor_model_parallel_size` and `context_parallel_size`; this is `cp_rank`, and
     `cp_all_to_all` ranks exchange heads. `attention_backend` is the one that is taken ("flash", "fused",
     "unfused" or "local"); `vocab_multiple` is the argument `make_vocab_size_divisible_by`;
-    `cross_entropy_loss_fusion`: by Transformer Engine.
+    `cross_entropy_loss_fusion`: by Transformer Engine. `ep` ranks have different experts, each of which `etp`
+    ranks divide (`expert_model_parallel_size`, `expert_tensor_parallel_size`).
     """
 
     tp: int = 1
@@ -17,6 +18,11 @@ class TransformerConfig(NamedTuple):
     cp: int = 1
     cp_rank: int = 0
     cp_all_to_all: int = 1
+    ep: int = 1
+    etp: int = 1
+    moe_token_dispatcher_type: str = "allgather"
+    moe_grouped_gemm: bool = False
+    moe_permute_fusion: bool = False
     normalization: str = "LayerNorm"
     transformer_impl: str = "transformer_engine"
     attention_backend: str = "fused"
@@ -25,3 +31,4 @@ class TransformerConfig(NamedTuple):
     create_attention_mask_in_dataloader: bool = True
     deterministic_mode: bool = False
     vocab_multiple: int = 128
+    release: tuple[int, int] = (0, 18)

@@ -33,8 +33,10 @@ def sent(tape: Tape, kind: CollectiveKind, what: str, x: Tensor | Shape, dtype: 
 
 def whole_sequence(shape: Shape, config: TransformerConfig) -> Shape:
     """The shape of what is gathered along the sequence: the shape itself without sequence parallelism."""
+    if not config.sequence_parallel:
+        return shape
     batch, seq, width = shape
-    return (batch, seq * config.tp, width) if config.sequence_parallel else shape
+    return batch, seq * config.tp, width
 
 
 class Norm:
@@ -124,6 +126,40 @@ def te_norm_column_linear(
         y = gemm(tape, name, out, n_in, dtype)
     weights = [tape.weight(one).node for one in (*of.parameters, *own)]
     y.node = tape.node((x.node, *weights), (x, ln_out, *statistics), backward)
+    return y
+
+
+def te_column_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -> Tensor:
+    """A product whose weight is divided by columns, without a bias: saves x, which is gathered again.
+
+    Source: transformer_engine.pytorch.module.linear:_Linear.
+    """
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    gathered = whole_sequence(shape, config)
+    weight = tape.parameter(f"{name}.weight", (n_out, shape[-1]))
+    of_weight = weight.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape = grad.tape
+        with tape.workspace() as local:
+            if config.sequence_parallel:
+                local.new("gathered input", gathered, dtype)
+                sent(tape, "all_gather", "input", gathered, dtype)
+            grad_x = tape.new("dgrad", gathered, dtype)
+            if config.sequence_parallel:
+                local.keep(grad_x)
+                grad_x = tape.new("scattered dgrad", shape, dtype)
+                sent(tape, "reduce_scatter", "input gradient", gathered, dtype)
+            elif config.tp > 1:
+                sent(tape, "all_reduce", "input gradient", gathered, dtype)
+            return grad_x, *wgrads(tape, of_weight, dtype, bias=False, config=config)
+
+    with tape.workspace() as local:
+        if config.sequence_parallel:
+            local.new("gathered input", gathered, dtype)
+            sent(tape, "all_gather", "input", gathered, dtype)
+        y = gemm(tape, name, (*gathered[:-1], n_out), shape[-1], dtype)
+    y.node = tape.node((x.node, tape.weight(weight).node), (x,), backward)
     return y
 
 
@@ -241,6 +277,20 @@ def row_linear(x: Tensor, weight: Parameter, name: str, config: TransformerConfi
         sent(tape, "all_reduce", "output", whole, dtype)
     y.node = tape.node((x.node, tape.weight(weight).node), (x,), backward)
     return y
+
+
+def column_parallel_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -> Tensor:
+    """The product by columns of the layers' implementation, without a bias."""
+    if config.transformer_impl == "transformer_engine":
+        return te_column_linear(x, name, n_out, config)
+    return column_linear(x, x.tape.parameter(f"{name}.weight", (n_out, x.shape[-1])), name, config)
+
+
+def row_parallel_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -> Tensor:
+    """The product by rows of the layers' implementation; the caller adds the bias."""
+    if config.transformer_impl == "transformer_engine":
+        return te_row_linear(x, name, n_out, config)
+    return row_linear(x, x.tape.parameter(f"{name}.weight", (n_out, x.shape[-1])), name, config)
 
 
 def vocab_parallel_embedding(tokens: Tensor, table: Parameter, config: TransformerConfig) -> Tensor:

@@ -1,14 +1,16 @@
 """GPTModel over shapes: Megatron's embedding, transformer layer and output layer."""
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import ClassVar, Final, final
 
 from memplan.checks import checked_fraction
 from memplan.errors import MissingRule
-from memplan.models.base import Decoder, Model
+from memplan.models.base import BLOCKS, Decoder, Layers, Model
 from memplan.models.decoders import GptDecoder, RotaryDecoder
 from memplan.models.megatron import attention as core
 from memplan.models.megatron.config import TransformerConfig
+from memplan.models.megatron.experts import MoE, moe_layer
 from memplan.models.megatron.fusions import (
     bias_dropout_add,
     bias_gelu,
@@ -22,10 +24,9 @@ from memplan.models.megatron.layers import (
     column_linear,
     norm,
     position_embedding,
-    row_linear,
+    row_parallel_linear,
     scatter_to_sequence_parallel_region,
     te_norm_column_linear,
-    te_row_linear,
     transposed,
     vocab_parallel_embedding,
 )
@@ -36,6 +37,8 @@ from memplan.tape import Tensor
 WORDS: Final = "embedding.word_embeddings.weight"
 """The table of word embeddings, which a tied output layer shares."""
 
+EXPERTS: Final = "layers with experts"
+"""The kind of layers that have a mixture of experts; the others are `BLOCKS`."""
 
 DEFAULT_CONFIG: Final = TransformerConfig()
 """Megatron's defaults, on one rank."""
@@ -56,7 +59,8 @@ class GPTModel(Decoder):
     module_order: ClassVar[tuple[str, ...]] = (
         "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv",
         "self_attention.q_layernorm", "self_attention.k_layernorm",
-        "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2", "",
+        "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
+        "mlp.router", "mlp.experts", "mlp.shared_experts", "",
     )  # fmt: skip
 
     normalization: str = "LayerNorm"
@@ -68,11 +72,26 @@ class GPTModel(Decoder):
     rope_fusion: bool = True
     qk_layernorm: bool = False
     attention_dropout: float = 0.0
+    moe: MoE | None = None
     config: TransformerConfig = DEFAULT_CONFIG
 
     def __post_init__(self) -> None:
         Decoder.__post_init__(self)
         checked_fraction("attention_dropout", self.attention_dropout)
+
+    @property
+    def layers(self) -> tuple[Layers, ...]:
+        return self.layers_in(range(self.n_layers))
+
+    def layers_in(self, blocks: range) -> tuple[Layers, ...]:
+        every = [0 if self.moe is None else 1] * self.n_layers
+        has_experts = self.moe.layer_freq or every if self.moe else every
+        kinds = [EXPERTS if has_experts[i] else BLOCKS for i in blocks]
+        return tuple([Layers(kind, len(list(same))) for kind, same in groupby(kinds)])
+
+    @property
+    def n_experts(self) -> int:
+        return self.moe.num_experts if self.moe else 0
 
     @property
     def longest_seq_len(self) -> int | None:
@@ -130,6 +149,8 @@ class GPTModel(Decoder):
     def block(self, x: Tensor, kind: str) -> Tensor:
         with_te = self.config.transformer_impl == "transformer_engine"
         x = self._attention(x, with_te=with_te)
+        if kind == EXPERTS and self.moe is not None:
+            return self._experts(x, self.moe)
         return self._mlp(x, with_te=with_te)
 
     def _column(
@@ -143,16 +164,10 @@ class GPTModel(Decoder):
         of_bias = x.tape.parameter(f"{name}.bias", (n_out,)) if bias else None
         return column_linear(h, weight, name, self.config, bias=of_bias)
 
-    def _row(self, x: Tensor, name: str, *, with_te: bool) -> tuple[Tensor, Parameter | None]:
+    def _row(self, x: Tensor, name: str) -> tuple[Tensor, Parameter | None]:
         """The product by rows, and its bias, which the caller adds."""
-        tape = x.tape
-        if with_te:
-            y = te_row_linear(x, name, self.d_model, self.config)
-        else:
-            y = row_linear(
-                x, tape.parameter(f"{name}.weight", (self.d_model, x.shape[-1])), name, self.config
-            )
-        return y, tape.parameter(f"{name}.bias", (self.d_model,)) if self.add_bias_linear else None
+        y = row_parallel_linear(x, name, self.d_model, self.config)
+        return y, x.tape.parameter(f"{name}.bias", (self.d_model,)) if self.add_bias_linear else None
 
     def _attention(self, x: Tensor, *, with_te: bool) -> Tensor:
         heads, name = self.heads, "self_attention.linear_qkv"
@@ -166,7 +181,7 @@ class GPTModel(Decoder):
         if self.position_embedding_type == "rope":
             qkv = core.with_positions(qkv, self.rotary_width, fused=self.rope_fusion)
         y = self._core_attention(qkv, heads)
-        y, of_bias = self._row(y, "self_attention.linear_proj", with_te=with_te)
+        y, of_bias = self._row(y, "self_attention.linear_proj")
         return bias_dropout_add(y, of_bias, x, self.dropout)
 
     def _core_attention(self, qkv: core.Qkv, heads: core.Heads) -> Tensor:
@@ -185,8 +200,13 @@ class GPTModel(Decoder):
         h = self._column(x, "pre_mlp_layernorm", name, n_out, bias=False, with_te=with_te)
         bias = tape.parameter(f"{name}.bias", (n_out,)) if self.add_bias_linear else None
         h = (bias_swiglu if self.swiglu else bias_gelu)(h, bias)
-        y, of_bias = self._row(h, "mlp.linear_fc2", with_te=with_te)
+        y, of_bias = self._row(h, "mlp.linear_fc2")
         return bias_dropout_add(y, of_bias, x, self.dropout)
+
+    def _experts(self, x: Tensor, moe: MoE) -> Tensor:
+        h = norm(x, "pre_mlp_layernorm", self.config)
+        y = moe_layer(h, moe, self.config, swiglu=self.swiglu)
+        return bias_dropout_add(y, None, x, self.dropout)
 
     def head(self, x: Tensor) -> Tensor:
         tape, config = x.tape, self.config
