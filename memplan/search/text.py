@@ -120,7 +120,7 @@ def _plans(rows: Sequence[Mapping[str, Any]], first: int, found: Found) -> str:
     known = {axis: AXES.named(axis) for axis in axis_names() if axis in rows[0]}
     divided = {axis for row in rows for axis in known if row[axis] > 1}
     mesh = [axis for axis, own in known.items() if axis in divided or not own.hidden_if_one]
-    views = [view for view in VIEWS if any(row[view] > 1 for row in rows)]
+    views = [view for view in VIEWS if view in rows[0] and any(row[view] > 1 for row in rows)]
     several = [name for name in JOB if len({row[name] for row in rows}) > 1]
     others = [name for name in found.different if name not in JOB]
     counted = counted_in(max(job.seq_len for job in found.jobs))
