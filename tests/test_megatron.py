@@ -51,6 +51,9 @@ GPT_7B = (
 )
 """gpt/gpt3_7b_tp4_pp1_memory_speed."""
 
+MIXTURE = replace(SMALL, swiglu=True, add_bias_linear=False, moe=MoE(num_experts=8, ffn_hidden_size=512))
+EP: dict[str, Any] = {"dp": 4, "ep": 4, "micro_batch": 2, "global_batch": 16, "zero": 1}
+
 
 @pytest.fixture(scope="module")
 def scores() -> list[megatron.Scored]:
@@ -181,6 +184,16 @@ def test_a_steps_record_is_balanced_on_every_rank_of_a_pipeline(virtual):
         first = rank.step(first=True)
         assert first.net_bytes == sum(b.n_bytes * n for c in rank.chunks for b, n in c.left_behind.items())
         assert replayed(rank.program()).allocated_bytes >= record.peak_bytes
+
+
+@pytest.mark.parametrize("asked", [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"model": "moe", "ep": 2}])
+def test_a_plan_has_a_time_and_one_rank_sends_nothing(asked):
+    model = MIXTURE if asked.pop("model", "") else SMALL
+    plan: dict[str, Any] = {"engine": "megatron", "seq_len": 128, "global_batch": 16}
+    alone = memplan.estimate(model, cluster="1xh100-sxm", **plan)
+    assert alone.step_s
+    assert not any(c.wire_bytes for stage in alone.stages for c in stage.collectives)
+    assert memplan.estimate(model, cluster="8xh100-sxm", **plan | asked).step_s
 
 
 def test_more_recomputation_and_more_tensor_ranks_hold_less():
@@ -327,10 +340,6 @@ def test_a_steps_record_is_balanced(asked):
         rank = rank_of(model=model, micro_batch=2, global_batch=8, **asked)
         rank.record.check("megatron")
         assert rank.record.step.net_bytes == 0
-
-
-MIXTURE = replace(SMALL, swiglu=True, add_bias_linear=False, moe=MoE(num_experts=8, ffn_hidden_size=512))
-EP: dict[str, Any] = {"dp": 4, "ep": 4, "micro_batch": 2, "global_batch": 16, "zero": 1}
 
 
 @pytest.mark.parametrize(

@@ -96,15 +96,15 @@ def vocab_parallel_cross_entropy(logits: Tensor, config: TransformerConfig) -> T
         with tape.workspace() as local:
             wide = tape.new("logits as float32", shape, FP32)
             local.new("maxima", tokens, FP32)
-            sent(tape, "all_reduce", "maxima of logits", tokens, FP32)
+            if config.tp > 1:
+                for what in ("maxima of logits", "predicted logits", "sums of exponentials"):
+                    sent(tape, "all_reduce", what, tokens, FP32)
             mask = tape.new("target mask", tokens, BOOL)
             target = tape.new("masked target", tokens, INT64)
             with tape.workspace() as inner:
                 inner.new("arange", tokens, INT64)
                 local.new("predicted logits", tokens, FP32)
                 local.new("sums of exponentials", tokens, FP32)
-            sent(tape, "all_reduce", "predicted logits", tokens, FP32)
-            sent(tape, "all_reduce", "sums of exponentials", tokens, FP32)
             loss = tape.new("losses", tokens, FP32)
         loss.node = tape.node((logits.node,), (wide, mask, target), backward)
     return loss
