@@ -9,9 +9,11 @@ from memplan.engines.base import ENGINES
 from memplan.engines.options import plan_fields
 from memplan.launchers import exported
 from memplan.plan import FIELDS, GROUPS
+from memplan.search import searched
 from memplan.tables import estimate_text, finding, ledger_rows
 from memplan.timetable import timetable
 from memplan.web import pack, page
+from memplan.web.searching import VARIED
 
 SMALL = {
     "model": "tinyllama-1.1b",
@@ -123,3 +125,44 @@ def test_the_package_is_packed_alike_each_time(tmp_path):
     for name in ("a.zip", "b.zip"):
         pack.packed(tmp_path / name)
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
+
+
+SPACES = {
+    "one node": ({"model": "tinyllama-1.1b", "cluster": "4xl4", "global_batch": "8"}, VARIED, {}),
+    "without a replica": (
+        {"model": "llama-3-8b", "cluster": "8xh100-sxm", "global_batch": "64", "seq_len": "2048"},
+        [name for name in VARIED if name != "dp_replicate"],
+        {"dp_replicate": 1},
+    ),
+    "a schedule": (
+        {"model": "llama-3-8b", "cluster": "16xa100-40-sxm", "global_batch": "32", "schedule": "gpipe"},
+        ("pp", "tp", "zero", "recompute"),
+        {"dp_replicate": 1, "sequence_parallel": False, "micro_batch": 1, "schedule": "gpipe"},
+    ),
+    "a model of experts": (
+        {"model": "mixtral-8x7b", "cluster": "16xh200", "global_batch": "16", "seq_len": "2048"},
+        ("pp", "tp", "zero", "recompute"),
+        {"dp_replicate": 1, "sequence_parallel": False, "micro_batch": 1, "ep": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("question, varied, given", SPACES.values(), ids=SPACES)
+def test_a_search_without_numpy_finds_what_the_search_with_it_finds(question, varied, given):
+    *_, found = page.search(question, varied)
+    asked = {"schedule": "1f1b", "virtual_stages": 1, "offload": False} | page.asked(question) | given
+    expected = searched(**asked)
+    assert found["done"]
+    assert found["n_seen"] == found["n_plans"]
+    best = expected.within[0]
+    assert (found["best"][0]["step_s"], found["best"][0]["peak_bytes"]) == (best.step_s, best.peak_bytes)
+    again = page.answer(found["best"][0]["question"])
+    assert (again["step_s"], again["peak_bytes"]) == (best.step_s, best.peak_bytes)
+    if not found["n_refused"]:
+        assert found["n_plans"] == expected.n_plans
+
+
+def test_a_search_says_what_it_cannot_do():
+    job = {"model": "llama-3-8b", "global_batch": "32768"}
+    assert "No GPU is named" in next(page.stream(job, VARIED))["error"]
+    assert "memplan search" in next(page.stream({**job, "cluster": "1024xh100-sxm"}, VARIED))["error"]

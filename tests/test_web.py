@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import urlencode
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import pytest
 
 import memplan
 from memplan.plan import FIELDS
+from memplan.search import searched
 from memplan.tables import finding
 from memplan.web import page as asked_of
 from memplan.web.pack import BUILD
@@ -273,6 +274,42 @@ def test_a_dragged_slider_is_answered_at_once(page):
     settles(page)
     expected = expected_of({"model": "llama-3-8b", "cluster": "8xh100-sxm", "zero": "3", "micro_batch": "2"})
     assert int(page.inner_text(".bytes").replace(",", "")) == expected.worst.peak_bytes
+
+
+def test_a_search_finds_the_fastest_plan_that_fits(page):
+    goes_to(page, "#model=llama-3-8b&cluster=8xh100-sxm&global_batch=8&seq_len=2048&dp_replicate=1")
+    page.click("#search")
+    page.uncheck("#vary-dp_replicate")
+    page.click("text=Search")
+    page.wait_for_selector(".search td [data-verdict='fits']", timeout=180_000)
+    page.click(".search tbody tr:has([data-verdict='fits']) button")
+    settles(page)
+    best = searched(
+        "llama-3-8b", cluster="8xh100-sxm", global_batch=8, seq_len=2048, dp_replicate=1, schedule="1f1b",
+        virtual_stages=1, offload=False,
+    ).within  # fmt: skip
+    plan = expected_of(question_in(page)).plan
+    assert next(each.step_s for each in best if each.plan == plan) == best[0].step_s
+    assert page.get_attribute(".verdict", "data-verdict") == "fits"
+    page.click("#search")
+
+
+def test_a_search_stops_when_it_is_told_to(page):
+    goes_to(page, "#model=llama-3-70b&cluster=64xh100-sxm&global_batch=512")
+    page.click("#search")
+    page.check("#vary-dp_replicate")
+    page.click("text=Search")
+    page.wait_for_selector(".search tbody tr")
+    page.click("text=Stop")
+    assert page.inner_text(".search .progress p").startswith("Stopped.")
+    seen = page.inner_text(".search .progress p")
+    page.wait_for_timeout(1_000)
+    assert page.inner_text(".search .progress p") == seen
+    page.click("#search")
+
+
+def question_in(page) -> dict[str, str]:
+    return dict(parse_qsl(urlsplit(page.url).fragment))
 
 
 def test_a_configuration_is_dropped_in(page, tmp_path):

@@ -47,7 +47,12 @@ def _write(file: ZipFile, name: str, content: bytes) -> None:
 def first_paint() -> page.Answer:
     """The form, and the example with its answers."""
     example = dict(page.EXAMPLE)
-    return {**page.form(), "answer": page.answer(example), "held": page.held(example)}
+    return {
+        **page.form(),
+        "stops": page.stops(example),
+        "answer": page.answer(example),
+        "held": page.held(example),
+    }
 
 
 def main() -> None:

@@ -6,24 +6,25 @@ replay, on which the verdict may hang.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from time import perf_counter
 from typing import Any, Final
 
 from memplan.checks import divisors
-from memplan.command import estimate_command
+from memplan.command import estimate_command, plan_values
 from memplan.comparison import compare
 from memplan.engines.base import ENGINES
 from memplan.engines.options import USUAL_ENGINE, option_fields, plan_dict, plan_fields
 from memplan.errors import InvalidValue, MemplanError, unknown_name
 from memplan.estimate import Estimate, estimate
 from memplan.fields import Choice, Count, Field, Flag, Number, Registered
-from memplan.hardware import CLUSTER_FIELDS, gpu, gpu_names
+from memplan.hardware import CLUSTER_FIELDS, gpu, gpu_names, resolve_cluster
 from memplan.launchers import exported, targets
 from memplan.mesh import axis_names
-from memplan.models import parameter_count, preset, preset_names
+from memplan.models import parameter_count, preset, preset_names, resolve
 from memplan.models.families import IMPLEMENTATION, implementations_of
-from memplan.plan import GROUPS, Plan
+from memplan.plan import FIELDS, GROUPS, Plan
 from memplan.shapes import KINDS
 from memplan.tables import (
     batch_text,
@@ -38,6 +39,7 @@ from memplan.tables import (
 )
 from memplan.timetable import timetable
 from memplan.version import version
+from memplan.web.searching import VARIED, Searching
 
 Question = Mapping[str, str]
 """A plan as texts by name."""
@@ -59,6 +61,9 @@ EXAMPLE: Final[Question] = {
 
 SHOWN_ROUNDS: Final = 2, 4
 """The least and the most micro-batches for each stage in the picture of a schedule."""
+
+BETWEEN_S: Final = 0.15
+"""Seconds between two answers of a search."""
 
 SHOWN_PASSES: Final = 3000
 """Passes in the picture of a schedule, about."""
@@ -89,6 +94,7 @@ def form() -> Answer:
             }
             for title, names in GROUPS.items()
         ],
+        "varied": list(VARIED),
         "engines": {engine: list(_options(engine)) for engine in ENGINES.names()},
         "example": dict(EXAMPLE),
     }
@@ -196,7 +202,6 @@ def answer(question: Question) -> Answer:
             "implementations": list(implementations_of(found.model)),
         },
         "plan": {name: _text(value) for name, value in plan_dict(found.plan).items() if value is not None},
-        "stops": dict(_stops(found)),
         "mesh": str(found.plan.mesh),
         "batch": batch_text(found.plan),
         "cluster": None if cluster is None else {**cluster.to_dict(), "text": cluster_text(cluster)},
@@ -240,16 +245,21 @@ def _needs_replay(found: Estimate) -> bool:
     return limited and found.device.has_rules and not found.engine.is_accounting and not found.over_bytes
 
 
-def _stops(found: Estimate) -> Iterator[tuple[str, list[int]]]:
+def stops(question: Question) -> Answer:
     """The values at which a slider of each count stops: for an axis of the mesh what divides the GPUs."""
-    n_gpus = found.plan.world_size if found.cluster is None else found.cluster.n_gpus
-    for name, field in plan_fields(found.plan.engine).items():
+    known = asked(question)
+    where = resolve_cluster(known.get("cluster"))
+    n_gpus = 1 if where is None else where.n_gpus
+    return dict(_stops(n_gpus, known.get("engine", USUAL_ENGINE)))
+
+
+def _stops(n_gpus: int, engine: str) -> Iterator[tuple[str, list[int]]]:
+    for name, field in plan_fields(engine).items():
         if isinstance(field, Count):
             if name in axis_names() or name == "ep":
                 yield name, list(divisors(n_gpus))
             elif name == "global_batch":
-                least = found.plan.n_replicas * found.plan.micro_batch
-                yield name, [least * 2**i for i in range(13)]
+                yield name, [*divisors(n_gpus), *(n_gpus * 2**i for i in range(1, 12))]
             elif name == "seq_len":
                 yield name, [2**i for i in range(7, 18)]
             elif field.most > LAST_STOP:
@@ -311,9 +321,71 @@ def compared(a: Question, b: Question) -> Answer:
 
 CALLS: Final[Mapping[str, Callable[..., Answer]]] = {
     each.__name__: each
-    for each in (form, keep, answer, held, others, text, ledger, schedule, export, compared)
+    for each in (form, keep, stops, answer, held, others, text, ledger, schedule, export, compared)
 }
 """What the page may call, by name."""
+
+
+# --- A search ---------------------------------------------------------------------------------------------
+
+
+def search(question: Question, varied: Sequence[str]) -> Iterator[Answer]:
+    """The best plans that differ from a question in these fields, and how far the search for them is.
+
+    Yields what has been found some times a second, and when all is.
+
+    Raises:
+        MemplanError: no cluster, a value that is not allowed, or too many plans.
+    """
+    under_way = _searching(question, varied)
+    plans = under_way.checked()
+    n_plans, shown_s = sum(map(len, plans)), perf_counter()
+    yield _found(question, under_way, n_plans, done=False)
+    for _ in under_way.run(plans):
+        if perf_counter() - shown_s > BETWEEN_S:
+            yield _found(question, under_way, n_plans, done=False)
+            shown_s = perf_counter()
+    yield _found(question, under_way, n_plans, done=True)
+
+
+def _searching(question: Question, varied: Sequence[str]) -> Searching:
+    known = asked(question)
+    changes: Any = {name: known.pop(name, None) for name in CLUSTER_FIELDS}
+    cluster = resolve_cluster(known.pop("cluster", None), **changes)
+    if cluster is None:
+        raise InvalidValue("No GPU is named to search for; choose one, as in 64xh100-sxm.")
+    device = cluster.gpu.device.type
+    model = resolve(known.pop("model", ""), known.pop("implementation", None), device)
+    usual = {"global_batch": cluster.n_gpus, "seq_len": model.usual_seq_len}
+    kept = {name: value for name, value in (usual | known).items() if name not in ("dp", *varied)}
+    kept["global_batch"] = FIELDS["global_batch"].checked("global_batch", kept["global_batch"])
+    return Searching(model=model, cluster=cluster, kept=kept, varied=tuple(varied))
+
+
+def _found(question: Question, under_way: Searching, n_plans: int, *, done: bool) -> Answer:
+    return {
+        "n_plans": n_plans,
+        "n_seen": under_way.n_seen,
+        "n_within": under_way.n_within,
+        "n_beyond": under_way.n_beyond,
+        "n_refused": under_way.n_refused,
+        "done": done,
+        "best": [_ranked(question, ranked.estimate) for ranked in under_way.best],
+    }
+
+
+def _ranked(question: Question, found: Estimate) -> Answer:
+    """A plan of a search: the question that it answers, and its figures."""
+    values = {name: value for name, value in plan_values(found.plan).items() if name != "dp"}
+    about = {name: text for name, text in question.items() if name not in plan_fields(found.plan.engine)}
+    return {
+        "question": about | {name: _text(value) for name, value in values.items()},
+        "mesh": str(found.plan.mesh),
+        "values": {name: _text(getattr(found.plan, name)) for name in VARIED},
+        "peak_bytes": found.worst.peak_bytes,
+        "step_s": found.step_s,
+        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+    }
 
 
 def call(name: str, *arguments: Any) -> Answer:
@@ -322,3 +394,12 @@ def call(name: str, *arguments: Any) -> Answer:
         return {"value": CALLS[name](*arguments)}
     except MemplanError as error:
         return {"error": str(error)}
+
+
+def stream(*arguments: Any) -> Iterator[Answer]:
+    """The answers of a search as `call` gives one."""
+    try:
+        for found in search(*arguments):
+            yield {"value": found}
+    except MemplanError as error:
+        yield {"error": str(error)}

@@ -1,13 +1,13 @@
 /** The form of a plan: a row for each field, made from the package's own descriptions. */
 import { h, bytes, short } from "./dom";
-import type { Answer, Field, Form as Described, Question } from "./types";
+import type { Answer, Field, First, Form as Described, Question, Stops } from "./types";
 
 const OPEN = new Set(matchMedia("(max-width: 900px)").matches ? ["Mesh"] : ["Mesh", "Batch", "Memory saving"]);
 const POWERS = Array.from({ length: 15 }, (_, i) => 2 ** i);
 const NO_GPU = "";
 
 /** A row shows the value that was asked for, and beside it what the plan has if none was. */
-type Row = { element: HTMLElement; show(asked: string | undefined, answer: Answer | null): void };
+type Row = { element: HTMLElement; show(asked: string | undefined, answer: Answer | null, stops: number[]): void };
 type Told = (name: string, value: string, settled: boolean) => void;
 
 export class Form {
@@ -15,14 +15,17 @@ export class Form {
   private options = h("details", { class: "group" });
   private engine = "";
   private question: Question = {};
+  private answer: Answer | null = null;
+  private stops: Stops;
 
   constructor(
-    private described: Described,
+    private described: First,
     root: HTMLElement,
     private changed: (question: Question, settled: boolean) => void,
     opened: (file: File) => void,
   ) {
-    const help = h("p", { class: "help", "aria-hidden": "true" });
+    this.stops = described.stops;
+    const help = h("p", { class: "help", "aria-hidden": "true" }, "What a field means stands here when you point at it.");
     const explain = ({ target }: Event) => {
       const label = (target as Element).closest(".row")?.querySelector("label");
       if (label) help.replaceChildren(h("b", {}, label.querySelector("b")?.textContent), ` ${label.querySelector("small")?.textContent ?? ""}`);
@@ -47,7 +50,14 @@ export class Form {
   show(question: Question, answer: Answer | null): void {
     this.question = question;
     this.showOptions(question.engine ?? "torch");
-    for (const [name, row] of this.rows) row.show(question[name], answer);
+    this.answer = answer;
+    for (const [name, row] of this.rows) row.show(question[name], answer, this.stops[name] ?? []);
+  }
+
+  /** Moves the stops of the sliders. */
+  stop(stops: Stops): void {
+    this.stops = stops;
+    this.show(this.question, this.answer);
   }
 
   private told: Told = (name, value, settled) => {
@@ -145,11 +155,11 @@ function fieldRow(field: Field, told: Told): Row {
   const slider = slides(name, (n, settled) => tell(String(n), settled));
   return {
     element: h("div", { class: "row count" }, head(name, help), input, slider.element),
-    show(asked, answer) {
+    show(asked, answer, stops) {
       const taken = answer?.plan[name] ?? "";
       if (document.activeElement !== input || asked === undefined) input.value = asked ?? "";
       input.placeholder = taken || usual;
-      slider.show(Number(asked ?? (taken || usual)), answer?.stops[name] ?? []);
+      slider.show(Number(asked ?? (taken || usual)), stops);
     },
   };
 }

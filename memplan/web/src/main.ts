@@ -3,6 +3,7 @@ import described from "../build/form.json";
 import { copy, h } from "./dom";
 import { Form } from "./form";
 import { Python, Refused } from "./python";
+import { Search } from "./search";
 import { read, written } from "./state";
 import type { Answer, First, Held, Question } from "./types";
 import { View } from "./view";
@@ -18,6 +19,7 @@ let plans: Question[] = [];
 let edited = 0;
 const answers: (Answer | null)[] = [null, null];
 const turns = [0, 0];
+let stopsOf = "";
 const files = new Map<string, string>();
 
 const quick = new Python();
@@ -88,6 +90,7 @@ function ask(i: number): void {
   const { config: _, ...question } = plans[i]!;
   const view = views[i]!;
   view.expect();
+  if (i === edited) stops(question);
   if (!quick.isReady) {
     if (JSON.stringify(question) === JSON.stringify(FIRST.example)) return show(i, FIRST.answer, FIRST.held);
     if (!answers[i]) view.wait("Python is starting in this browser …");
@@ -106,6 +109,14 @@ function ask(i: number): void {
     const { disagreement } = await python.latest(`others ${i}`, "others", question);
     if (current()) view.disagree(disagreement);
   }).catch((error: Error) => current() && refuse(i, error));
+}
+
+/** The sliders' stops hang on the cluster and the engine only. */
+function stops({ cluster = "", engine = "" }: Question): void {
+  const about = `${cluster} ${engine}`;
+  if (about === stopsOf || !quick.isReady) return;
+  stopsOf = about;
+  quick.latest("stops", "stops", { ...(cluster && { cluster }), ...(engine && { engine }) }).then((found) => form.stop(found), () => {});
 }
 
 const pause = () => new Promise((resolve) => setTimeout(resolve, 100));
@@ -143,6 +154,7 @@ function layout(): void {
   const compared = h("details", { class: "card" }, h("summary", {}, "Which is better, and why"));
   compared.addEventListener("toggle", () => compared.open && void comparison(compared));
   $("found").replaceChildren(
+    search.element,
     ...(two ? [h("div", { class: "segments", role: "group", "aria-label": "the plan that the form edits" }, ...tabs), compared] : []),
     h("div", { class: two ? "views two" : "views" }, ...views.slice(0, plans.length).map(({ element }) => element)),
   );
@@ -175,6 +187,17 @@ $("beside").addEventListener("click", () => {
   plans.forEach((_, i) => ask(i));
 });
 
+// --- A search ---------------------------------------------------------------------------------------------
+
+const search = new Search(FIRST.varied, async () => slow ?? (await allocating), () => plans[edited]!, (question) => {
+  change(question, true);
+  scrollTo({ top: 0 });
+});
+$("search").addEventListener("click", () => {
+  search.element.hidden = !search.element.hidden;
+  if (!search.element.hidden) search.element.scrollIntoView({ block: "nearest" });
+});
+
 // --- The page ---------------------------------------------------------------------------------------------
 
 $("link").addEventListener("click", (event) => {
@@ -205,6 +228,7 @@ quick.ready.then(
     $("state").textContent = `Python was ready after ${(performance.now() / 1000).toFixed(1)} s.`;
     performance.mark("python");
     document.documentElement.dataset.ready = "yes";
+    stops(plans[edited]!);
     if (brief.dataset.state === "pending") plans.forEach((_, i) => ask(i));
   },
   (error: Error) => {

@@ -1,5 +1,5 @@
 /** Python instances in workers, and calls of `memplan.web.page` on them. */
-import type { Calls } from "./types";
+import type { Calls, Found, Question } from "./types";
 
 export class Refused extends Error {}
 
@@ -10,6 +10,7 @@ export class Python {
   isReady = false;
   private worker = new Worker(new URL("./worker.ts", import.meta.url), { type: "module" });
   private waiting = new Map<number, Waiting>();
+  private searches = new Map<number, Waiting>();
   private queued = new Map<string, () => void>();
   private n = 0;
 
@@ -45,8 +46,15 @@ export class Python {
     });
   }
 
-  stop(): void {
-    this.worker.terminate();
+  /** Searches for plans: `told` gets what is found as it is found. Returns what stops the search. */
+  search(question: Question, varied: string[], told: (found: Found) => void, failed: (error: Error) => void): () => void {
+    const id = ++this.n;
+    this.searches.set(id, { resolve: told as Waiting["resolve"], reject: failed });
+    this.worker.postMessage({ id, name: "search", args: JSON.stringify([question, varied]) });
+    return () => {
+      this.searches.delete(id);
+      this.worker.postMessage({ stop: id });
+    };
   }
 
   private next(): void {
@@ -58,7 +66,7 @@ export class Python {
   }
 
   private settle({ id, value, error }: { id: number; value?: unknown; error?: string }): void {
-    const waiting = this.waiting.get(id);
+    const waiting = this.waiting.get(id) ?? this.searches.get(id);
     this.waiting.delete(id);
     if (error === undefined) waiting?.resolve(value);
     else waiting?.reject(new Refused(error));

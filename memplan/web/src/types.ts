@@ -17,6 +17,7 @@ export type Form = {
   about: Field[];
   groups: { title: string; fields: Field[] }[];
   engines: Record<string, Field[]>;
+  varied: string[];
   example: Question;
 };
 
@@ -44,7 +45,6 @@ export type Stage = {
 export type Answer = {
   model: { name: string; parameters: number; layers: number; code: string; implementation: string; implementations: string[] };
   plan: Question;
-  stops: Record<string, number[]>;
   mesh: string;
   batch: string;
   cluster: null | {
@@ -85,14 +85,38 @@ export type Held = {
 };
 
 /** What the page is built with: the form, and its first question with the answers. */
-export type First = Form & { answer: Answer; held: Held };
+export type First = Form & { stops: Stops; answer: Answer; held: Held };
 
 export type Row = { name: string; kind: string; shape: number[]; dtype: string; count: number; each_bytes: number; total_bytes: number };
 
 export type Pass = [rank: number, stage: number, part: string, microBatch: number, start: number, stop: number];
 
+/** The values at which a slider of each count stops. */
+export type Stops = Record<string, number[]>;
+
+/** How far a search is, and the best plans so far. */
+export type Found = {
+  n_plans: number;
+  n_seen: number;
+  n_within: number;
+  n_beyond: number;
+  n_refused: number;
+  done: boolean;
+  best: Best[];
+};
+
+export type Best = {
+  question: Question;
+  mesh: string;
+  values: Record<string, string>;
+  peak_bytes: number;
+  step_s: number | null;
+  tokens_per_s_per_gpu: number | null;
+};
+
 export type Calls = {
   keep(name: string, text: string): { model: string };
+  stops(question: Question): Stops;
   answer(question: Question): Answer;
   held(question: Question): Held;
   others(question: Question): { disagreement: string[] };
