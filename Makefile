@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --prefer-binary --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick nogpu test lint wheel fuzz format bench notebooks gallery readme
+.PHONY: help demo quick nogpu test lint wheel web web-test fuzz format bench notebooks gallery readme
 
 help:
 	@echo "make demo       plan llama-3-70b on 64 H100, then train small models and compare"
@@ -17,6 +17,8 @@ help:
 	@echo "make test       linters, types, imports, every test"
 	@echo "make lint       linters, types, imports"
 	@echo "make wheel      the wheel, installed in an empty environment"
+	@echo "make web        the planner as a page: memplan/web/dist, for any file server (needs node and npm)"
+	@echo "make web-test   the page in Chromium: its bytes, its errors, its sizes"
 	@echo "make fuzz       100,000 hostile inputs for every reader and command (about ten minutes)"
 	@echo "make format     let ruff rewrite the code"
 	@echo "make bench      how long one estimate takes, and a million plans"
@@ -68,6 +70,17 @@ wheel: $(READY)
 	$(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[cli]"
 	cd / && $(CURDIR)/$(EMPTY)/bin/memplan estimate gpt2 --cluster 8xh100-sxm --zero 3 --ledger
 	cd / && $(CURDIR)/$(EMPTY)/bin/memplan search gpt2 --cluster 2xh100-sxm --global-batch 8 --keep 1
+
+WEB := memplan/web
+
+web: $(READY)
+	cd $(WEB) && npm ci --no-audit --no-fund
+	$(BIN)/python -m memplan.web.pack
+	cd $(WEB) && npm run build
+	@echo "try it: $(PYTHON) -m http.server -d $(WEB)/dist"
+
+web-test: web
+	$(BIN)/python -m pytest -m web
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, final
 
+from memplan.checks import divisors
 from memplan.command import command_text, estimate_command, plan_values
 from memplan.comparison import plan_text
 from memplan.errors import InvalidValue, MemplanError, PlanRefused, shown_value
@@ -13,7 +14,6 @@ from memplan.plan import RECOMPUTES, Plan
 from memplan.search.alternatives import alternatives_text
 from memplan.search.options import Progress
 from memplan.search.search import searched
-from memplan.search.space import divisors
 from memplan.tables import figures_of, headline, notes_text, verdict_text
 from memplan.text_tables import frame, html_text, text_table, wrapped
 from memplan.time.step import time_model_of

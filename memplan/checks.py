@@ -100,3 +100,13 @@ def checked_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     if isinstance(value, str) and value in choices:
         return value
     raise unknown_name(name, value, choices)
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """All divisors of a number, sorted.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return tuple(small + [n // d for d in reversed(small) if d * d != n])

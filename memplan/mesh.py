@@ -16,16 +16,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Final, Literal, TypeAlias, final
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, final
 
 from memplan.errors import InvalidValue, UnknownName
 from memplan.registry import Registry
 
-Count: TypeAlias = int | npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Count: TypeAlias = "int | npt.NDArray[np.int64]"
 """A whole number, or one for each of many plans."""
+
+Yes: TypeAlias = "bool | npt.NDArray[np.bool_]"
+"""Yes or no, or one for each of many plans."""
 
 Group: TypeAlias = str
 """The ranks of a collective, by the names of its axes."""
@@ -268,7 +272,7 @@ class Mesh:
             return prod(list(self.views.values())[list(self.views).index(axes[-1]) + 1 :])
         places = [names.index(axis) for axis in axes]
         between = {*names[places[0] : places[-1] + 1]}.difference(axes)
-        if places != sorted(places) or any(np.max(self.sizes[axis]) > 1 for axis in between):
+        if places != sorted(places) or any(_has_several(self.sizes[axis]) for axis in between):
             raise InvalidValue(
                 f"group={group!r} is of axes that are not beside each other in {TIMES.join(names)}; name "
                 "them in this order, with the ones between."
@@ -310,7 +314,12 @@ def shard_group(cp: Count) -> Group:
 
     Source: accelerate.parallelism_config:ParallelismConfig.dp_shard_cp_dim_names.
     """
-    return "dp" if np.max(cp) == 1 else f"dp{TIMES}cp"
+    return f"dp{TIMES}cp" if _has_several(cp) else "dp"
+
+
+def _has_several(n_ranks: Count) -> bool:
+    """Whether any of the numbers is above 1."""
+    return n_ranks > 1 if isinstance(n_ranks, int) else bool((n_ranks > 1).any())
 
 
 def sends_along(group: Group) -> bool:

@@ -1,6 +1,6 @@
 """Plans: the ways of dividing a training job over a cluster, and the checks of a plan's values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -290,6 +290,18 @@ class Plan:
 
 FIELDS: Final[dict[str, Field]] = described_fields(Plan)
 """The description of each field of a plan, by name."""
+
+GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Mesh": (
+        *("dp", "tp", "pp", "dp_replicate", "cp", "ep", "etp", "zero", "sequence_parallel"),
+        *("schedule", "virtual_stages", "layers_per_stage"),
+    ),
+    "Batch": ("micro_batch", "global_batch", "seq_len"),
+    "Memory saving": ("recompute", "recompute_blocks", "offload", "loss_chunks"),
+    "Numbers": ("precision", "optimizer", "clip_grad_norm"),
+    "Engine": ("engine",),
+}
+"""The fields of a plan by what they are about, in the order in which they are shown."""
 
 
 def _check_world(plan: Plan) -> None:

@@ -14,8 +14,7 @@ from itertools import count
 from operator import index
 from typing import Any, Final, Literal, NamedTuple, final
 
-import numpy as np
-
+from memplan.arrays import namespace
 from memplan.orders import Action, Loop, Stages, actions, listed, loop_of, under_way
 from memplan.registry import Registry
 
@@ -288,7 +287,7 @@ def _interleaved_bubble(p: Any, v: Any, m: Any) -> Any:
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Lamy-Poirier 2022, arXiv:2211.05953
     (looped-bfs); with few micro-batches the order itself, run pass by pass.
     """
-    return 3 * (p - 1 + (v - 1) * np.maximum(0, p - m))
+    return 3 * (p - 1 + (v - 1) * namespace(p, m).maximum(0, p - m))
 
 
 def _zero_bubble(p: Any, v: Any, m: Any) -> Any:
@@ -296,7 +295,7 @@ def _zero_bubble(p: Any, v: Any, m: Any) -> Any:
 
     Source: Qi et al. 2024, arXiv:2401.10241; with few micro-batches the order itself, run pass by pass.
     """
-    return p - 1 + v * np.maximum(0, p - m) + (v - 1) * np.maximum(0, p - 2 * m)
+    return p - 1 + v * namespace(p, m).maximum(0, p - m) + (v - 1) * namespace(p, m).maximum(0, p - 2 * m)
 
 
 def _zbv_bubble(p: Any, v: Any, m: Any) -> Any:
@@ -304,7 +303,7 @@ def _zbv_bubble(p: Any, v: Any, m: Any) -> Any:
 
     Source: Qi et al. 2024, arXiv:2401.10241, section 6; with few micro-batches the order, run pass by pass.
     """
-    return np.maximum(p - 1, 4 * p - 2 - 2 * m)
+    return namespace(p, m).maximum(p - 1, 4 * p - 2 - 2 * m)
 
 
 def _dualpipe_v_bubble(p: Any, v: Any, m: Any) -> Any:

@@ -130,7 +130,7 @@ def estimate_text(estimate: Estimate, model: str | None = None, *, details: bool
             parts.append(wrapped(f"{printable(where.name)}: {cluster_text(where)}"))
         parts += [_verdict(estimate), _host(estimate), _collectives(estimate), _time(estimate)]
     parts += notes_text({"": estimate})
-    parts.append("\n".join(map(wrapped, [*_disagreement(estimate), trust_text(estimate)])))
+    parts.append("\n".join(map(wrapped, [*disagreement(estimate), trust_text(estimate)])))
     if (command := next_command(estimate, model)) is not None:
         parts.append(f"Next: {command_text(command, head='      ').lstrip()}")
     return "\n\n".join(part for part in parts if part)
@@ -259,7 +259,7 @@ def trust_text(estimate: Estimate) -> str:
     return TRUST[estimate.confirmed].format(gpu=gpu)
 
 
-def _disagreement(estimate: Estimate) -> list[str]:
+def disagreement(estimate: Estimate) -> list[str]:
     """The other implementations of the model whose verdict on this plan is another one, in a line."""
     others = [
         f"as {each.model.implementation}'s code {SAID[each.verdict]} ({interval_text(each.device_bytes)})"

@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any, Final
 
+from memplan.checks import divisors
 from memplan.command import command_text, estimate_command
 from memplan.errors import MemplanError, installed
 from memplan.estimate import device_of, estimate
@@ -10,7 +11,6 @@ from memplan.hardware import Cluster, resolve_cluster
 from memplan.models import Model, resolve
 from memplan.plan import RECOMPUTES
 from memplan.plots import stage_peaks, step_time
-from memplan.search.space import divisors
 from memplan.tables import verdict_text
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import memplan
 from memplan import Cluster, Gpt, Llama, MemplanError, Plan
+from memplan.checks import divisors
 from memplan.comparison import why
 from memplan.engines.checks import check_plan
 from memplan.engines.trace import traced
@@ -26,7 +27,7 @@ from memplan.search.bounds import bounds
 from memplan.search.plans import VARIED, number_of, value_of
 from memplan.search.pool import Pool
 from memplan.search.search import bases
-from memplan.search.space import Space, divisors
+from memplan.search.space import Space
 from memplan.search.table import estimated_rows, search_rows
 from memplan.tables import figures_of
 from memplan.time.step import Measured, Roofline, StepTime

@@ -253,7 +253,7 @@ def test_what_has_no_rate_has_no_time_and_says_so(asked, reason):
 def test_many_plans_use_the_links_that_each_of_them_uses() -> None:
     names = "pp", "dp_replicate", "dp", "tp"
     degrees = np.array([*product((1, 2, 3, 8), repeat=4)])
-    found = links_used(unchecked(Plan(), **dict(zip(names, degrees.T, strict=True))), 8)
+    found: Any = links_used(unchecked(Plan(), **dict(zip(names, degrees.T, strict=True))), 8)
     for row, each in zip(degrees.tolist(), zip(*found, strict=True), strict=True):
         assert links_used(unchecked(Plan(), **dict(zip(names, row, strict=True))), 8) == each
 

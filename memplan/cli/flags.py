@@ -26,8 +26,10 @@ from memplan.fields import (
     described_fields,
     number_or_text,
 )
-from memplan.hardware import DEFAULT_MARGIN
+from memplan.hardware import CLUSTER_FIELDS
+from memplan.models.families import IMPLEMENTATION
 from memplan.plan import FIELDS, Plan, ranks_along
+from memplan.plan import GROUPS as PLAN_GROUPS
 from memplan.unmodelled import KEYWORDS, not_modelled
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,24 +53,7 @@ def cluster_options(
     return _all_of(
         [
             *([click.option("--cluster", required=required, metavar="NxGPU", help=text)] if named else []),
-            count_option("--gpus-per-node", "GPUs in a node; left out: as such GPUs are usually built in."),
-            click.option(
-                "--network",
-                metavar="RATE",
-                help="Each GPU's share of the network between nodes, as 200Gbit/s or 25GB/s.",
-            ),
-            click.option(
-                "--margin",
-                type=number_or_text,
-                metavar="X",
-                help=f"Part of usable memory that a plan which fits leaves free; left out: {DEFAULT_MARGIN}.",
-            ),
-            click.option(
-                "--efficiency",
-                type=number_or_text,
-                metavar="X",
-                help="Part of the peak rate at which your matrix products run; left out: times as measured.",
-            ),
+            *(_plan_option(name, field, None) for name, field in CLUSTER_FIELDS.items()),
         ]
     )
 
@@ -83,12 +68,7 @@ def model_options() -> Callable[[F], F]:
     """The flags that say where a model comes from: whose code trains it, and whether traces are kept."""
     return _all_of(
         [
-            click.option(
-                "--implementation",
-                metavar="NAME",
-                help="Whose code trains the model: reference, torchtitan, ...; left out: its family's "
-                "default.",
-            ),
+            _plan_option("implementation", IMPLEMENTATION, None),
             click.option(
                 "--no-cache",
                 "cache",
@@ -129,14 +109,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
         "efficiency",
         "device",
     ),
-    "Mesh": (
-        *("dp", "tp", "pp", "dp_replicate", "cp", "ep", "etp", "zero", "sequence_parallel"),
-        *("schedule", "virtual_stages", "layers_per_stage"),
-    ),
-    "Batch": ("micro_batch", "global_batch", "seq_len"),
-    "Memory saving": ("recompute", "recompute_blocks", "offload", "loss_chunks"),
-    "Numbers": ("precision", "optimizer", "clip_grad_norm"),
-    "Engine": ("engine",),
+    **PLAN_GROUPS,
     "Search": ("objective", "tp_across_nodes"),
     "Training": ("tokens", "price_per_gpu_hour"),
     "Other options": (),

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import click
 
+from memplan.checks import divisors
 from memplan.cli.output import print_json
 from memplan.engines.checks import check_plan
 from memplan.errors import MemplanError
@@ -14,7 +15,6 @@ from memplan.hardware import Gpu, gpu, gpu_names
 from memplan.models import Model, model_dict, parameter_count, preset, preset_names, preset_source
 from memplan.models.families import implementations_of
 from memplan.plan import Plan
-from memplan.search.space import divisors
 from memplan.text_tables import text_table, wrapped
 from memplan.units import TB, TFLOP, GiB
 

@@ -2,6 +2,7 @@
 
 from memplan.hardware.cluster import (
     CHANGES,
+    CLUSTER_FIELDS,
     DEFAULT_MARGIN,
     VERDICTS,
     Cluster,
@@ -16,6 +17,7 @@ from memplan.hardware.overheads import Interval, outside_allocator
 
 __all__ = [
     "CHANGES",
+    "CLUSTER_FIELDS",
     "DEFAULT_MARGIN",
     "DTYPES",
     "VERDICTS",

@@ -1,6 +1,7 @@
 """Clusters: nodes of equal GPUs joined by a network, and whether a plan's bytes fit on each GPU."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypedDict, Unpack, final, get_args
 
@@ -12,6 +13,7 @@ from memplan.checks import (
     checked_share,
 )
 from memplan.errors import InvalidValue, shown_value
+from memplan.fields import Count, Field, Name, Number
 from memplan.files import toml_table
 from memplan.hardware.gpu import Gpu, Link, check_link, gpu
 from memplan.hardware.overheads import Interval
@@ -146,7 +148,27 @@ class ClusterChanges(TypedDict, total=False):
     efficiency: float | None
 
 
-CHANGES: Final = tuple(ClusterChanges.__annotations__)
+CLUSTER_FIELDS: Final[Mapping[str, Field]] = {
+    "gpus_per_node": Count(
+        "GPUs in a node", left_out="as such GPUs are usually built in", optional=True, most=LARGEST_CLUSTER
+    ),
+    "network": Name(
+        "Each GPU's share of the network between nodes, as 200Gbit/s or 25GB/s",
+        left_out="as such nodes usually have",
+        optional=True,
+    ),
+    "margin": Number(
+        "Part of usable memory that a plan which fits leaves free",
+        left_out=str(DEFAULT_MARGIN),
+        optional=True,
+    ),
+    "efficiency": Number(
+        "Part of the peak rate at which your matrix products run", left_out="times as measured", optional=True
+    ),
+}
+"""The descriptions of `ClusterChanges`, by name."""
+
+CHANGES: Final = tuple(CLUSTER_FIELDS)
 """The names of `ClusterChanges`."""
 
 

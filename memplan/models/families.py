@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Final, NamedTuple, final
 
 from memplan.errors import InvalidValue, shown_value, unknown_name
+from memplan.fields import Name
 from memplan.models.base import Model
 from memplan.models.config import Config
 from memplan.registry import Registry
@@ -54,6 +55,11 @@ FAMILIES: Final = Registry(
     own={name: f"memplan.models.{name}:{name.upper()}" for name in NAMES},
 )
 """The families by name; one is imported when a model of it is first used."""
+
+IMPLEMENTATION: Final = Name(
+    "Whose code trains the model: reference, torchtitan, ...", left_out="its family's default", optional=True
+)
+"""The description of the argument that names one of `implementations_of`."""
 
 
 def implementations_of(model: Model) -> Mapping[str, type[Model]]:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.checks import divisors
 from memplan.device import DeviceType
 from memplan.engines.base import ENGINES
 from memplan.engines.checks import check_plan
@@ -465,13 +466,3 @@ def refusal(model: Model, base: Plan, values: Mapping[str, Any]) -> MemplanError
     except MemplanError as error:
         return error
     return None
-
-
-def divisors(n: int) -> tuple[int, ...]:
-    """All divisors of a number, sorted.
-
-    >>> divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return tuple(small + [n // d for d in reversed(small) if d * d != n])

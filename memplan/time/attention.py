@@ -4,9 +4,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, final
 
-import numpy as np
-from numpy.typing import NDArray
-
+from memplan.arrays import as_floats, namespace
 from memplan.checks import checked_choice, checked_count
 from memplan.errors import InvalidValue
 from memplan.files import toml_table
@@ -68,8 +66,7 @@ class AttentionCurve:
         """
         measured = {d: getattr(self, f"tflop_per_s_{d}") for d in (64, 128, 256)}
         sizes = [d for d, rate in measured.items() if rate]
-        found: Any = np.interp(d_head, sizes, [measured[d] for d in sizes])
-        return found if np.ndim(found) else float(found)
+        return namespace(d_head).interp(d_head, sizes, [measured[d] for d in sizes])
 
 
 def forward_us(
@@ -82,26 +79,25 @@ def forward_us(
     d_head: Any,
     *,
     causal: bool = True,
-) -> NDArray[np.float64]:
+) -> Any:
     """Microseconds of forward passes, numbers or equal arrays of them.
 
     A block of queries meets all keys up to its own, or all if it is not causal; blocks are spread evenly over
     multiprocessors.
     """
-    batch, seq, n_heads, n_kv_heads, d_head = (
-        np.asarray(size, np.float64) for size in (batch, seq, n_heads, n_kv_heads, d_head)
-    )
+    batch, seq, n_heads, n_kv_heads, d_head = as_floats(batch, seq, n_heads, n_kv_heads, d_head)
+    xp = namespace(batch)
     rate = curve.tflop_per_s(d_head) * TFLOP
-    rows = np.ceil(seq / BLOCK)
+    rows = xp.ceil(seq / BLOCK)
     pairs = rows * (rows + 1) / 2 if causal else rows**2
     n_blocks = batch * n_heads * rows
     block_flops = 4 * BLOCK * BLOCK * d_head
     all_us = batch * n_heads * pairs * block_flops / rate * 1e6
     longest_us = rows * block_flops / (rate / multiprocessors) * 1e6
-    starts_us = curve.start_us * np.maximum(1, n_blocks / multiprocessors)
+    starts_us = curve.start_us * xp.maximum(1, n_blocks / multiprocessors)
     moved = 4 * batch * seq * (n_heads + n_kv_heads) * d_head
     moved_us = moved / (curve.memory_tb_per_s * TB) * 1e6
-    return np.asarray(curve.launch_us + starts_us + np.maximum(all_us + curve.tail * longest_us, moved_us))
+    return curve.launch_us + starts_us + xp.maximum(all_us + curve.tail * longest_us, moved_us)
 
 
 def attention_s(

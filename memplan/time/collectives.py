@@ -9,14 +9,12 @@ from functools import lru_cache
 from math import ceil, inf, log2
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from memplan.arrays import namespace
 from memplan.checks import checked_count
 from memplan.errors import MissingRule, shown_value
 from memplan.files import toml_table
 from memplan.hardware import Cluster, Gpu, resolve_cluster
-from memplan.mesh import Count
+from memplan.mesh import Count, Yes
 from memplan.time.borrowing import lender_of
 
 COLLECTIVES: Final = "time/collectives.toml"
@@ -73,28 +71,28 @@ def wire_share(kind: str, n_ranks: int) -> float:
 # --- Where a group's ranks are ----------------------------------------------------------------------------
 
 
-def crosses_nodes(n_ranks: Count, stride: Count, gpus_per_node: Count) -> npt.NDArray[np.bool_]:
+def crosses_nodes(n_ranks: Count, stride: Count, gpus_per_node: Count) -> Yes:
     """Whether any group of an axis has ranks on more than one node; ranks fill nodes in mesh order.
 
     A group's members are `stride` ranks apart, so the groups that interleave make a row of n x stride ranks.
     No row crosses the end of a node if its length divides the GPUs of a node.
 
-    >>> bool(crosses_nodes(8, 1, 8)), bool(crosses_nodes(2, 8, 8)), bool(crosses_nodes(3, 1, 8))
+    >>> crosses_nodes(8, 1, 8), crosses_nodes(2, 8, 8), crosses_nodes(3, 1, 8)
     (False, True, True)
     """
-    crosses: npt.NDArray[np.bool_] = np.not_equal(gpus_per_node % (n_ranks * stride), 0)
-    return crosses & np.greater(n_ranks, 1)
+    return (gpus_per_node % (n_ranks * stride) != 0) & (n_ranks > 1)
 
 
-def ranks_in_a_node(n_ranks: Count, stride: Count, gpus_per_node: Count) -> npt.NDArray[np.int64]:
+def ranks_in_a_node(n_ranks: Count, stride: Count, gpus_per_node: Count) -> Count:
     """The fewest members of a group that share a node: max(1, gcd(n stride, node) / stride).
 
     Rows of n x stride ranks (see `crosses_nodes`) begin at multiples of gcd(n stride, node) within a node.
 
-    >>> [int(ranks_in_a_node(n, stride, 8)) for n, stride in ((64, 1), (8, 2), (2, 8), (3, 1), (8, 3))]
+    >>> [ranks_in_a_node(n, stride, 8) for n, stride in ((64, 1), (8, 2), (2, 8), (3, 1), (8, 3))]
     [8, 4, 1, 1, 2]
     """
-    members: npt.NDArray[np.int64] = np.maximum(1, np.gcd(n_ranks * stride, gpus_per_node) // stride)
+    xp = namespace(n_ranks, stride, gpus_per_node)
+    members: Count = xp.maximum(1, xp.gcd(n_ranks * stride, gpus_per_node) // stride)
     return members
 
 
@@ -233,10 +231,14 @@ def best_bytes_per_s(cluster: Cluster, n_ranks: Count, stride: Count) -> Any:
 
     Infinite for a single rank, and where no rate is known.
     """
+    if isinstance(n_ranks, int) and isinstance(stride, int):
+        return _best(cluster, n_ranks, stride)
+    import numpy as np
+
     sizes, strides = np.broadcast_arrays(n_ranks, stride)
     groups, place = np.unique(np.stack([sizes.ravel(), strides.ravel()]), axis=1, return_inverse=True)
     rates = np.array([_best(cluster, n, each) for n, each in groups.T.tolist()])[place]
-    return rates.reshape(sizes.shape) if sizes.ndim else float(rates[0])
+    return rates.reshape(sizes.shape)
 
 
 @lru_cache(maxsize=4096)

@@ -1,12 +1,11 @@
 """How long a matrix product takes: tiles and waves, on curves fitted to products measured on GPUs."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Final, final
 
-import numpy as np
-from numpy.typing import NDArray
-
+from memplan.arrays import as_floats, namespace
 from memplan.checks import checked_choice, checked_count
 from memplan.errors import InvalidValue
 from memplan.files import toml_table
@@ -29,14 +28,6 @@ STEP_OF_K: Final = 64
 
 ITEM_BYTES: Final = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """Bytes of an operand's element in each format of `memplan.hardware.DTYPES`."""
-
-_WAYS: Final = [
-    (rows, columns, kind, split)
-    for kind, tile in enumerate(TILES)
-    for rows, columns in dict.fromkeys((tile, tile[::-1]))
-    for split in SPLITS
-]
-_ROWS, _COLUMNS, _KIND, _SPLIT = (np.array(column) for column in zip(*_WAYS, strict=True))
 
 
 @final
@@ -82,7 +73,7 @@ BRIEF_US: Final = 30.0
 
 def product_us(
     curve: Curve, multiprocessors: int, item_bytes: int, m: Any, n: Any, k: Any, *, least: bool = False
-) -> NDArray[np.float64]:
+) -> Any:
     """Microseconds of products [m, k] x [k, n], numbers or equal arrays of them.
 
     `least`: as if all tiles were full and of the fastest kind, which is never above the microseconds, and
@@ -93,29 +84,37 @@ def product_us(
 
     Neglects: alignment, and which of the operands is transposed.
     """
-    m, n, k = (np.asarray(size, np.float64) for size in (m, n, k))
+    m, n, k = as_floats(m, n, k)
+    xp = namespace(m)
     fastest = curve.tflop_per_s * max(curve.tile_rates) * TFLOP
     least_us = _us(2 * m * n * k, fastest)
     if not least:
-        least_us = np.maximum(least_us, _tiled_us(curve, multiprocessors, m, n, k))
+        least_us = xp.maximum(least_us, reduce(xp.minimum, _tiled_us(curve, multiprocessors, m, n, k)))
     moved_us = _us(item_bytes * (m * k + k * n) + 2 * m * n, curve.memory_tb_per_s * TB)
     joined_us = least_us * (1 + (moved_us / least_us) ** curve.overlap) ** (1 / curve.overlap)
-    joined_us = joined_us * (1 + curve.slowdown * np.log(np.maximum(1.0, joined_us / BRIEF_US)))
-    return np.asarray(joined_us + curve.launch_us + _cast_us(curve, m, k))
+    joined_us = joined_us * (1 + curve.slowdown * xp.log(xp.maximum(1.0, joined_us / BRIEF_US)))
+    return joined_us + curve.launch_us + _cast_us(curve, m, k)
 
 
-def _tiled_us(curve: Curve, multiprocessors: int, *sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Microseconds of the fastest of all tiles and splits."""
-    m, n, k = (size[..., None] for size in sizes)
-    filled = np.ceil(m / _ROWS) * np.ceil(n / _COLUMNS) * _SPLIT / multiprocessors
-    waves = np.maximum(1, filled) * (1 - curve.whole_waves) + np.ceil(filled) * curve.whole_waves
-    waves = waves * (1 - curve.idle_gain * np.maximum(0, 1 - filled))
-    depth = np.ceil(k / (_SPLIT * STEP_OF_K)) * STEP_OF_K
-    rate = curve.tflop_per_s * np.array(curve.tile_rates)[_KIND] / multiprocessors
-    store_us = curve.store_us * _ROWS * _COLUMNS / 128**2
-    one_us = curve.start_us + store_us + _us(2 * _ROWS * _COLUMNS * depth, rate * TFLOP)
-    parts_us = np.where(_SPLIT > 1, curve.split_us + _us(4 * _SPLIT * m * n, curve.memory_tb_per_s * TB), 0.0)
-    return np.asarray(np.min(waves * one_us + parts_us, axis=-1))
+def _tiled_us(curve: Curve, multiprocessors: int, m: Any, n: Any, k: Any) -> Iterator[Any]:
+    """Microseconds with each tile, and each split of k."""
+    xp = namespace(m)
+    depths = {split: xp.ceil(k / (split * STEP_OF_K)) * STEP_OF_K for split in SPLITS}
+    parts_us = {
+        split: curve.split_us + _us(4 * split * m * n, curve.memory_tb_per_s * TB) if split > 1 else 0.0
+        for split in SPLITS
+    }
+    for tile, of_peak in zip(TILES, curve.tile_rates, strict=True):
+        rate = curve.tflop_per_s * of_peak / multiprocessors
+        for rows, columns in dict.fromkeys((tile, tile[::-1])):
+            tiles = xp.ceil(m / rows) * xp.ceil(n / columns)
+            store_us = curve.store_us * rows * columns / 128**2
+            for split, depth in depths.items():
+                filled = tiles * split / multiprocessors
+                waves = xp.maximum(1, filled) * (1 - curve.whole_waves) + xp.ceil(filled) * curve.whole_waves
+                waves = waves * (1 - curve.idle_gain * xp.maximum(0, 1 - filled))
+                one_us = curve.start_us + store_us + _us(2 * rows * columns * depth, rate * TFLOP)
+                yield waves * one_us + parts_us[split]
 
 
 def _us(amount: Any, per_s: Any) -> Any:
@@ -125,7 +124,8 @@ def _us(amount: Any, per_s: Any) -> Any:
 def _cast_us(curve: Curve, m: Any, k: Any) -> Any:
     if not curve.cast_tb_per_s:
         return 0.0
-    return curve.cast_us + m * np.maximum(curve.cast_row_ns / 1e3, _us(3 * k, curve.cast_tb_per_s * TB))
+    row_us = namespace(m).maximum(curve.cast_row_ns / 1e3, _us(3 * k, curve.cast_tb_per_s * TB))
+    return curve.cast_us + m * row_us
 
 
 def product_s(gpu: Gpu | str, dtype: str, m: int, n: int, k: int) -> float:

@@ -10,18 +10,16 @@ from dataclasses import dataclass, fields, replace
 from functools import reduce
 from math import inf
 from operator import add
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias, final, get_args
 
-import numpy as np
-import numpy.typing as npt
-
+from memplan.arrays import namespace
 from memplan.checks import checked_share
 from memplan.engines.base import ENGINES
 from memplan.errors import InvalidValue
 from memplan.files import toml_table
 from memplan.hardware import Cluster
 from memplan.memory import Bytes
-from memplan.mesh import HOST, Count, Group, inner_first, sends_along, waits_of
+from memplan.mesh import HOST, Count, Group, Yes, inner_first, sends_along, waits_of
 from memplan.orders import LAST_PARTS
 from memplan.plan import Plan
 from memplan.record import Compute, Counts, Overlap, Pass
@@ -29,7 +27,10 @@ from memplan.time.collectives import best_bytes_per_s, crosses_nodes, lines, ran
 from memplan.time.operations import operations_of
 from memplan.traffic import CollectiveTotal
 
-Quantity: TypeAlias = float | npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Quantity: TypeAlias = "float | npt.NDArray[Any]"
 """A number, or one for each of many plans."""
 
 RATES: Final = "time/step.toml"
@@ -198,12 +199,14 @@ def ring_bytes_per_s(
     Neglects: latency, congestion, trees and in-network reduction.
     Source: NVIDIA nccl-tests, doc/PERFORMANCE.md (bus bandwidth).
 
-    >>> [float(ring_bytes_per_s(n, s, 8, 450.0, 50.0)) for n, s in ((8, 1), (64, 1), (16, 4), (2, 8))]
+    >>> [ring_bytes_per_s(n, s, 8, 450.0, 50.0) for n, s in ((8, 1), (64, 1), (16, 4), (2, 8))]
     [450.0, 400.0, 100.0, 50.0]
     """
+    xp = namespace(n_ranks, stride, gpus_per_node)
     members = ranks_in_a_node(n_ranks, stride, gpus_per_node)
-    between = np.where(members > 1, np.minimum(intra_node, members * inter_node), inter_node)
-    return np.where(crosses_nodes(n_ranks, stride, gpus_per_node), between, intra_node)
+    between = xp.where(members > 1, xp.minimum(intra_node, members * inter_node), inter_node)
+    found: Quantity = xp.where(crosses_nodes(n_ranks, stride, gpus_per_node), between, intra_node)
+    return found
 
 
 def neighbour_bytes_per_s(
@@ -211,10 +214,12 @@ def neighbour_bytes_per_s(
 ) -> Quantity:
     """Bytes per second from a rank to the next of its group: the network's rate if any group crosses nodes.
 
-    >>> [float(neighbour_bytes_per_s(n, 4, 8, 450.0, 50.0)) for n in (2, 4)]
+    >>> [neighbour_bytes_per_s(n, 4, 8, 450.0, 50.0) for n in (2, 4)]
     [450.0, 50.0]
     """
-    return np.where(crosses_nodes(n_ranks, stride, gpus_per_node), inter_node, intra_node)
+    crosses = crosses_nodes(n_ranks, stride, gpus_per_node)
+    found: Quantity = namespace(crosses).where(crosses, inter_node, intra_node)
+    return found
 
 
 def exposed_s(
@@ -227,11 +232,13 @@ def exposed_s(
 
     Assumes: reductions and gathers do not run at the same time, and do not slow the computation.
 
-    >>> float(exposed_s(3.0, 4.0, 2.0, 5.0))  # 3 - 2 of reductions, 4 - (5 - 2) of gathers
+    >>> exposed_s(3.0, 4.0, 2.0, 5.0)  # 3 - 2 of reductions, 4 - (5 - 2) of gathers
     2.0
     """
-    hidden_s = np.minimum(reductions_s, reducing_s)
-    return reductions_s - hidden_s + np.maximum(0.0, gathers_s - (computing_s - hidden_s))
+    xp = namespace(reductions_s, gathers_s, reducing_s, computing_s)
+    hidden_s = xp.minimum(reductions_s, reducing_s)
+    exposed: Quantity = reductions_s - hidden_s + xp.maximum(0.0, gathers_s - (computing_s - hidden_s))
+    return exposed
 
 
 # --- The pipeline's bubble --------------------------------------------------------------------------------
@@ -433,13 +440,10 @@ def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
     if cluster.intra_node.bytes_per_s and cluster.inter_node.bytes_per_s:
         return
     within, between = links_used(plan, cluster.gpus_per_node)
-    if within.any() and not cluster.intra_node.bytes_per_s:
+    if within and not cluster.intra_node.bytes_per_s:
         yield f"no rate is known within a node ({cluster.intra_node.name})"
-    if between.any() and not cluster.inter_node.bytes_per_s:
+    if between and not cluster.inter_node.bytes_per_s:
         yield f"no rate is known between nodes ({cluster.inter_node.name})"
-
-
-Yes: TypeAlias = npt.NDArray[np.bool_]
 
 
 def links_used(plan: Plan, gpus_per_node: int) -> tuple[Yes, Yes]:
@@ -447,17 +451,19 @@ def links_used(plan: Plan, gpus_per_node: int) -> tuple[Yes, Yes]:
 
     Here and below the plan's degrees may be arrays over plans.
     """
-    within = between = np.zeros((), np.bool_)
+    within: Yes = False
+    between: Yes = False
     mesh = plan.mesh
+    xp = namespace(*mesh.sizes.values(), mesh.n_communicators)
     for axis, n in mesh.sizes.items():
         stride = mesh.stride(axis)
         crosses = crosses_nodes(n, stride, gpus_per_node)
         shares = (ranks_in_a_node(n, stride, gpus_per_node) > 1) & (not sends_along(axis))
-        within = within | (np.greater(n, 1) & (~crosses | shares))
+        within = within | ((n > 1) & (xp.logical_not(crosses) | shares))
         between = between | crosses
-    n_ranks = np.where(np.less(mesh.n_communicators, 3), 1, mesh.n_ranks)  # of all, where several axes divide
+    n_ranks = xp.where(mesh.n_communicators < 3, 1, mesh.n_ranks)  # of all, where several axes divide
     crosses = crosses_nodes(n_ranks, 1, gpus_per_node)
-    return within | (np.greater(n_ranks, 1) & ~crosses), between | crosses
+    return within | ((n_ranks > 1) & xp.logical_not(crosses)), between | crosses
 
 
 @final
@@ -472,9 +478,8 @@ class GroupRates(dict[Group, Quantity]):
         links = (link.bytes_per_s or inf for link in (self.cluster.intra_node, self.cluster.inter_node))
         rate = neighbour_bytes_per_s if sends_along(group) else ring_bytes_per_s
         n, stride = self.mesh.size(group), self.mesh.stride(group)
-        found = rate(n, stride, self.cluster.gpus_per_node, *links)
-        self[group] = found if np.ndim(found) else float(found)
-        return self[group]
+        found = self[group] = rate(n, stride, self.cluster.gpus_per_node, *links)
+        return found
 
 
 class Prices(ABC):
@@ -651,7 +656,7 @@ def busy_s(parts: Mapping[str, Quantity]) -> Quantity:
 def waited_s(plan: Plan, total_busy_s: Quantity, own_busy_s: Quantity) -> Quantity:
     """Seconds of a rank's bubble, from the busy seconds of all ranks and its own."""
     fraction = plan.pipeline_schedule.bubble_fraction(plan.pp, plan.virtual_stages, plan.n_micro_batches)
-    return bubble_s(fraction, (total_busy_s - own_busy_s) / np.maximum(1, plan.pp - 1))
+    return bubble_s(fraction, (total_busy_s - own_busy_s) / namespace(plan.pp).maximum(1, plan.pp - 1))
 
 
 def _together(seconds: Sent) -> Quantity:

@@ -6,7 +6,6 @@ from typing import Any, final
 from memplan.device import Device
 from memplan.engines.base import Confirmation, Costs, DataParallelism, Engine, PartCosts, RankRecord
 from memplan.engines.stage import StageKind
-from memplan.engines.torch.bounds import data_parallelism
 from memplan.engines.torch.flat_parameter import FlatRankStages
 from memplan.engines.torch.options import TorchOptions, torch_options
 from memplan.engines.torch.refusals import REFUSALS, check_device
@@ -156,6 +155,8 @@ class TorchEngine(Engine):
     def data_parallelism(
         self, plan: Plan, elements: Any, block_elements: Any, single_stage: Any
     ) -> DataParallelism:
+        from memplan.engines.torch.bounds import data_parallelism  # needs NumPy, as only a search does
+
         return data_parallelism(plan, elements, block_elements, single_stage)
 
 

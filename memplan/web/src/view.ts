@@ -1,0 +1,196 @@
+/** What the page shows of one plan. */
+import * as charts from "./charts";
+import { bytes, copies, fill, h, seconds, short, whole } from "./dom";
+import type { Answer, Collective, Held, Question, Row, Verdict } from "./types";
+import type { Python } from "./python";
+
+const MARKS: Record<Verdict, string> = { fits: "✓", "fits, tight": "≈", "cannot say": "?", "does not fit": "✕" };
+
+export class View {
+  readonly element = h("section", { class: "view" });
+  private verdict = h("div", { class: "card verdict" });
+  private body = h("div", { class: "body" });
+  private panels = new Map<string, boolean>();
+  private shown: Answer | null = null;
+  private question: Question = {};
+
+  /** `python` answers what is asked for on demand; `title` names the plan where there are two. */
+  constructor(private python: () => Python, private title: () => string) {
+    this.element.append(this.verdict, this.body);
+  }
+
+  /** Marks the view as being about another plan than the one asked for, until that one's answer is there. */
+  expect(): void {
+    this.element.setAttribute("aria-busy", "true");
+  }
+
+  /** What the page says before Python is there. */
+  wait(why: string): void {
+    this.shown = null;
+    fill(this.body);
+    this.verdict.dataset.verdict = "";
+    fill(this.verdict, this.heading(), h("p", { class: "finding" }, why));
+  }
+
+  /** The package's sentence for a plan that it refuses. */
+  refuse(sentence: string): void {
+    this.element.setAttribute("aria-busy", "false");
+    this.shown = null;
+    fill(this.body);
+    this.verdict.dataset.verdict = "refused";
+    fill(this.verdict, this.heading(), mark("!", "refused"), h("p", { class: "finding error" }, sentence));
+  }
+
+  answer(question: Question, answer: Answer, held: Held | null): void {
+    this.shown = answer;
+    this.question = question;
+    this.judge(answer, held);
+    this.draw();
+  }
+
+  /** The verdict's card; without `held` as far as the record alone says. */
+  judge(answer: Answer, held: Held | null): void {
+    this.element.setAttribute("aria-busy", String(!held));
+    const verdict = held?.verdict ?? answer.verdict;
+    this.verdict.dataset.verdict = verdict ?? (answer.needs_replay && !held ? "pending" : "none");
+    const said = verdict ?? (answer.needs_replay && !held ? "…" : "no verdict");
+    fill(
+      this.verdict,
+      this.heading(),
+      mark(verdict ? MARKS[verdict] : null, said),
+      h("p", { class: "finding" }, held?.finding ?? `${answer.model.name}: ${bytes(answer.peak_bytes)} of tensors; replaying the allocator`),
+      gauge(answer, held),
+      h("dl", { class: "tiles" }, ...tiles(answer)),
+      h("p", { class: "exact" }, "Tensors at the worst instant: ", h("output", { class: "bytes" }, whole(answer.peak_bytes)), ` bytes, stage ${answer.worst}, in ${answer.when}.`),
+      ...(held ? [h("p", { class: "reason" }, held.reason.replaceAll("\n", " "))] : []),
+    );
+  }
+
+  /** Adds what other implementations' verdicts are. */
+  disagree(sentences: string[]): void {
+    this.verdict.append(...sentences.map((each) => h("p", { class: "reason" }, each)));
+  }
+
+  /** Draws all cards anew, for the width that there is. */
+  draw(): void {
+    const answer = this.shown;
+    if (!answer) return;
+    const width = Math.max(280, this.element.clientWidth - 42);
+    const scroll = this.body.scrollTop;
+    fill(
+      this.body,
+      card("Memory", answer.stages.length > 1 ? "at each stage's worst instant; figures: the stage that holds most" : `at the worst instant, in ${answer.when}`, charts.stages(answer, width)),
+      answer.time ? card("Time of a step", answer.time_label, charts.step(answer, width)) : card("Time of a step", "", h("p", {}, `No step time: ${answer.time_missing.join("; ")}.`)),
+      answer.stages.length > 1 && answer.time ? this.panel("Schedule", () => this.schedule(width), true) : null,
+      answer.collectives.length ? card("Collectives", `of stage ${answer.busiest}, which sends most: ${bytes(answer.sent_bytes)} a step`, collectives(answer.collectives)) : null,
+      this.panel("Ledger: every tensor at the worst instant", () => this.ledger()),
+      this.panel("Run it: the command, and files for launchers", () => this.run(answer)),
+      this.panel("All of it as text, as memplan estimate --details prints it", () => this.text()),
+      card("How far to trust it", "", h("p", {}, answer.trust), ...answer.notes.map((note) => h("p", {}, note)), h("p", { class: "muted" }, `Code: ${answer.model.code}. ${whole(answer.model.parameters)} parameters. ${answer.batch}.`)),
+    );
+    this.body.scrollTop = scroll;
+  }
+
+  private heading(): HTMLElement | null {
+    return this.title() ? h("h2", {}, this.title()) : null;
+  }
+
+  /** A card that asks for its content when it is first opened, and stays open for the next plan. */
+  private panel(title: string, content: () => Promise<Node>, open = false): HTMLElement {
+    const inside = h("div", {}, h("p", { class: "muted" }, "…"));
+    const fill = () => content().then((found) => inside.replaceChildren(found), (error: Error) => inside.replaceChildren(h("p", { class: "error" }, error.message)));
+    const element: HTMLDetailsElement = h("details", { class: "card", open: this.panels.get(title) ?? open, ontoggle: () => {
+      if (element.open && !inside.dataset.filled) {
+        inside.dataset.filled = "yes";
+        void fill();
+      }
+      this.panels.set(title, element.open);
+    } }, h("summary", {}, title), inside);
+    return element;
+  }
+
+  private async schedule(width: number): Promise<Node> {
+    const { passes, shown, n_micro_batches } = await this.python().call("schedule", this.question);
+    const of = shown < n_micro_batches ? `The first ${shown} micro-batches stand for all ${n_micro_batches}: the pipeline fills, turns and drains as shown.` : `All ${shown} micro-batches.`;
+    return h("div", {}, charts.schedule(passes, width), h("p", { class: "muted" }, of));
+  }
+
+  private async ledger(): Promise<Node> {
+    const { stage, when, rows } = await this.python().call("ledger", this.question);
+    const total = rows.reduce((sum, row) => sum + row.total_bytes, 0);
+    return h("div", {}, h("p", { class: "muted" }, `Stage ${stage}, in ${when}: ${whole(total)} bytes in ${rows.length} rows.`), ledgerTable(rows));
+  }
+
+  private async text(): Promise<Node> {
+    const { text } = await this.python().call("text", this.question);
+    return h("div", {}, copies("Copy", () => text), h("pre", { tabindex: 0 }, text));
+  }
+
+  private async run(answer: Answer): Promise<Node> {
+    const command = answer.command;
+    const file = h("div", { class: "file", "aria-live": "polite" });
+    const buttons = answer.targets.map((to) => h("button", { type: "button", "aria-pressed": "false", onclick: async (event) => {
+      for (const each of buttons) each.setAttribute("aria-pressed", String(each === event.currentTarget));
+      try {
+        const found = await this.python().call("export", this.question, to);
+        const url = `data:text/plain;charset=utf-8,${encodeURIComponent(found.text)}`;
+        file.replaceChildren(h("p", {}, copies("Copy", () => found.text), " ", h("a", { href: url, download: found.file }, `Download ${found.file}`)),
+          ...found.notes.map((note) => h("p", { class: "muted" }, note)), h("pre", { tabindex: 0 }, found.text));
+      } catch (error) {
+        file.replaceChildren(h("p", { class: "error" }, (error as Error).message));
+      }
+    } }, to));
+    return h("div", {},
+      command ? h("p", { class: "command" }, h("code", { tabindex: 0 }, command), copies("Copy", () => command)) : h("p", {}, "No command line can name this model or cluster."),
+      buttons.length ? h("div", { class: "segments", role: "group", "aria-label": "launchers" }, ...buttons) : null, file);
+  }
+}
+
+function mark(sign: string | null, said: string): HTMLElement {
+  return h("p", { class: "mark" }, sign ? h("i", { "aria-hidden": "true" }, sign) : null, h("span", {}, said));
+}
+
+function card(title: string, about: string, ...content: (Node | null)[]): HTMLElement {
+  return h("section", { class: "card" }, h("h3", {}, title), about ? h("p", { class: "about" }, about) : null, ...content);
+}
+
+function* tiles(answer: Answer): Generator<HTMLElement> {
+  const tile = (name: string, figure: string) => h("div", {}, h("dt", {}, name), h("dd", {}, figure));
+  const band = answer.tokens_per_s_band;
+  if (answer.tokens_per_s !== null) yield tile("tokens/s", band ? `${short(Number(band[0].toPrecision(2)))}–${short(Number(band[1].toPrecision(2)))}` : short(answer.tokens_per_s));
+  if (answer.step_s !== null) yield tile("a step", seconds(answer.step_s));
+  if (answer.mfu !== null) yield tile("MFU", `${(100 * answer.mfu).toFixed(0)} %`);
+  yield tile("a GPU sends", answer.sent_bytes ? bytes(answer.sent_bytes) : "nothing");
+  if (answer.host_bytes) yield tile("its host holds", bytes(answer.host_bytes));
+}
+
+/** What a GPU holds against what it has: tensors, then up to what the allocator may reserve. */
+function gauge(answer: Answer, held: Held | null): HTMLElement | null {
+  const usable = answer.cluster?.usable_bytes;
+  const budget = answer.cluster?.budget_bytes;
+  if (!usable || !budget) return null;
+  const [low, high] = held?.device_bytes ?? [answer.peak_bytes, answer.peak_bytes];
+  const full = Math.max(usable * 1.02, high);
+  const at = (n: number) => `${((100 * n) / full).toFixed(2)}%`;
+  return h("div", { class: "gauge", role: "img", "aria-label": `A GPU holds ${bytes(low)} to ${bytes(high)} of ${bytes(usable)}; ${bytes(budget)} are the budget` },
+    h("i", { class: "low", style: `width:${at(low)}` }), h("i", { class: "high", style: `left:${at(low)};width:${at(high - low)}` }),
+    h("i", { class: "budget", style: `left:${at(budget)}` }), h("i", { class: "usable", style: `left:${at(usable)}` }));
+}
+
+function collectives(rows: Collective[]): HTMLElement {
+  const sorted = [...rows].sort((a, b) => b.wire_bytes - a.wire_bytes);
+  return table(["collective", "axis", "what", "calls", "payload", "sent"], 3, sorted.map((c) =>
+    [c.kind, c.axis, c.what, whole(c.calls), bytes(c.payload_bytes), c.wire_bytes ? bytes(c.wire_bytes) : "0"]));
+}
+
+function ledgerTable(rows: Row[]): HTMLElement {
+  return table(["kind", "name", "type", "shape", "count", "bytes each", "bytes"], 4, rows.map((row) =>
+    [row.kind, row.name, row.dtype, row.shape.join(" × ") || "scalar", whole(row.count), whole(row.each_bytes), whole(row.total_bytes)]));
+}
+
+/** A table whose columns from `right` on are figures. */
+export function table(names: string[], right: number, rows: (string | Node)[][]): HTMLElement {
+  const cells = (tag: "td" | "th", row: (string | Node)[]) => row.map((cell, i) => h(tag, { class: i >= right ? "figure" : null, scope: tag === "th" ? "col" : null }, cell));
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": names.join(", ") },
+    h("table", {}, h("thead", {}, h("tr", {}, ...cells("th", names))), h("tbody", {}, ...rows.map((row) => h("tr", {}, ...cells("td", row))))));
+}
