@@ -3,9 +3,10 @@
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -15,7 +16,9 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(DOCS / "howto" / "files")])
 
 import pages  # noqa: E402 (after the paths)
-from sphinxcontrib.programoutput import ProgramOutputDirective  # noqa: E402
+from docutils import nodes  # noqa: E402
+from docutils.parsers.rst import directives  # noqa: E402
+from sphinx.util.docutils import SphinxDirective  # noqa: E402
 
 import memplan  # noqa: E402
 
@@ -29,16 +32,13 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
-    "sphinxcontrib.programoutput",
 ]
-exclude_patterns = ["build", "howto/files"]
+exclude_patterns = ["build", "howto/files", "pages", "validation/summary.md"]
 
 # Pages are Markdown; notebooks are shown as committed, and tests/test_notebooks.py keeps their outputs true.
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
-# A command's output is what it prints while the page is built; a command that fails is a warning.
-programoutput_prompt_template = "$ {command}\n{output}"
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
 copybutton_line_continuation_character = "\\"
@@ -58,6 +58,8 @@ html_static_path = ["_static"]
 html_css_files = ["memplan.css"]
 html_theme_options = {
     "navigation_with_keys": True,
+    "header_links_before_dropdown": 8,
+    "navbar_align": "left",
     "show_toc_level": 2,
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
@@ -68,16 +70,36 @@ html_sidebars: dict[str, list[str]] = {"index": [], "start": []}
 html_show_sourcelink = False
 
 
-class Run(ProgramOutputDirective):
-    """`{run}`: a command, which may take several lines, and what it prints while the page is built."""
+class Run(SphinxDirective):
+    """`{run}`: a command, which may take several lines, and what it prints while the page is built.
+
+    `:cwd:` is the folder that it runs in, below the page's. `:shows:` begins the paragraphs that are shown of
+    a long output, with `|` between them; one that is not printed is an error, as is a command that fails.
+    """
 
     has_content = True
-    required_arguments = 0
+    option_spec: ClassVar[Any] = {"cwd": directives.path, "shows": directives.unchanged}
 
-    def run(self) -> list[Any]:
-        self.arguments = ["\n".join(self.content)]
-        self.options |= {"shell": None, "prompt": None}
-        return list(super().run())
+    def run(self) -> list[nodes.Node]:
+        """The command and its output as one block."""
+        command, page = "\n".join(self.content), Path(self.env.doc2path(self.env.docname))
+        done = subprocess.run(
+            command, shell=True, text=True, cwd=page.parent / self.options.get("cwd", ""),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise self.error(f"{command}\n{done.stdout}")
+        text = f"$ {command}\n{self._shown(done.stdout.rstrip())}"
+        return [nodes.literal_block(text, text, language="console")]
+
+    def _shown(self, output: str) -> str:
+        """The output, or its paragraphs that are to be shown."""
+        starts = [start.strip() for start in self.options.get("shows", "").split("|") if start.strip()]
+        paragraphs = output.split("\n\n")
+        found = [next((p for p in paragraphs if p.lstrip().startswith(start)), None) for start in starts]
+        if None in found:
+            raise self.error(f"no paragraph begins with {starts[found.index(None)]!r}:\n{output}")
+        return "\n\n".join([f"...\n\n{each}" for each in found if each]) if starts else output
 
 
 PLANNER = ROOT / "memplan" / "web" / "dist"
@@ -103,6 +125,13 @@ def _list_options(app: Any, what: str, name: str, value: Any, options: Any, line
         lines.insert(first, "")
 
 
+def _short_signature(
+    app: Any, what: str, name: str, value: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None]:
+    """A signature without the engines' options, which `**options` stands for."""
+    return signature and re.sub(r", \w+=Ellipsis", "", signature), returned
+
+
 def setup(app: Any) -> None:
     """Writes the generated pages before any page is read."""
     if PLANNER.is_dir():
@@ -110,4 +139,5 @@ def setup(app: Any) -> None:
     pages.write(DOCS)
     app.add_directive("run", Run)
     app.connect("autodoc-process-docstring", _list_options, priority=400)  # before napoleon reads it
+    app.connect("autodoc-process-signature", _short_signature)
     app.connect("build-finished", _copy_planner)
