@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --prefer-binary --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick nogpu test lint wheel web web-test fuzz format bench notebooks gallery readme
+.PHONY: help demo quick nogpu test lint wheel web web-test fuzz format bench notebooks gallery readme docs
 
 help:
 	@echo "make demo       plan llama-3-70b on 64 H100, then train small models and compare"
@@ -23,6 +23,7 @@ help:
 	@echo "make format     let ruff rewrite the code"
 	@echo "make bench      how long one estimate takes, and a million plans"
 	@echo "make notebooks  execute the notebooks in place"
+	@echo "make docs       the documentation as pages for a browser, docs/build/html/index.html"
 	@echo "make readme     what the README shows of its commands, and its pictures"
 	@echo "make gallery    gallery/index.html: an example picture of each chart"
 
@@ -108,3 +109,9 @@ gallery: $(READY)
 readme: $(READY)
 	$(BIN)/python -m tests.readme
 	$(BIN)/python -m tests.gallery notebooks/pictures step_timeline schedule front
+
+# Two processes read the pages and run their commands; a warning is an error.
+docs: $(READY)
+	rm -rf docs/build
+	$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --quiet --jobs auto docs docs/build/html
+	@echo "docs/build/html/index.html"

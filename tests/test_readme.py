@@ -7,7 +7,7 @@ import pytest
 
 from memplan.time.step import Measured
 from tests.readme import MORE, README, ROOT, blocks, missing, output_of
-from tests.test_replay_nogpu import EXPECTED
+from tests.replayed import EXPECTED
 from validate.records import read_records
 
 TEXTS = {file: file.read_text(encoding="utf-8") for file in (README, *MORE)}

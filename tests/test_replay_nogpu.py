@@ -16,6 +16,7 @@ from memplan.engines.options import plan_dict
 from memplan.errors import InvalidValue
 from memplan.hardware import gpu
 from memplan.units import GiB
+from tests.replayed import EXPECTED
 from validate.allocated import FIGURES, allocator_errors, allowed_bytes, twins_summary
 from validate.cases import Case
 from validate.gpus import Gpus
@@ -31,49 +32,6 @@ H100 = Gpus(
 )  # fmt: skip
 FILES = {file.stem: list(read_records(file)) for file in sorted(FOLDER.glob("*.jsonl"))}
 
-# Ranks; in how many requested, allocated and reserved bytes are equal; how far off they are at most.
-EXACT = (0.0, 0.0, 0.0)
-EXPECTED = {
-    "a100-single": (45, (45, 45, 45), EXACT),
-    "h100-single": (45, (45, 45, 45), EXACT),
-    "b200-single": (45, (45, 45, 45), EXACT),
-    "h200-published": (5, (4, 4, 4), (0.0001, 0.0001, 0.002)),
-    "h100-single-torch2.11": (41, (41, 41, 41), EXACT),
-    "h100-single-torch2.12": (41, (41, 41, 40), (0.0, 0.0, 0.064)),
-    "h100-single-torch2.14": (41, (41, 41, 41), EXACT),
-    "h100-single-torch2.15": (41, (41, 41, 41), EXACT),
-    "h100-nccl-torch2.11": (100, (0, 8, 98), (1e-8, 0.004, 0.05)),  # a byte; zbv's two ranks
-    "h100-nccl-torch2.12": (100, (100, 90, 100), (0.0, 0.0023, 0.0)),
-    "h100-nccl-torch2.14": (100, (100, 100, 100), EXACT),
-    "h100-nccl-torch2.15": (100, (100, 94, 100), (0.0, 0.0015, 0.0)),
-    "a100-standin": (57, (57, 57, 55), (0.0, 0.0, 0.0023)),  # zero-bubble: autograd's thread lets go late
-    "h100-matrix": (2511, (2423, 2431, 2499), (0.9, 0.0005, 0.056)),  # 0.00002 but for PowerSGD
-    "a100-shared": (72, (72, 32, 25), (0.0, 0.018, 0.25)),  # when gloo's threads let go is theirs to say
-    "b200-shared": (72, (72, 35, 26), (0.0, 0.0161, 0.224)),
-    "h100-shared": (72, (72, 32, 26), (0.0, 0.014, 0.23)),
-    "a100-nccl": (100, (100, 100, 100), EXACT),
-    "b200-nccl": (100, (100, 99, 100), (0.0, 0.0028, 0.0)),
-    "h100-nccl": (100, (100, 99, 100), (0.0, 0.0068, 0.0)),  # zbv: its threads
-    "h100-standin": (57, (57, 57, 57), EXACT),
-    "b200-standin": (57, (57, 57, 55), (0.0, 0.0, 0.0013)),
-    "a100-allocator": (158, (158, 158, 158), EXACT),
-    "b200-allocator": (158, (158, 158, 158), EXACT),
-    "h100-allocator": (158, (158, 158, 157), (0.0, 0.0, 0.0004)),
-    "a100-wild": (24, (24, 23, 24), (0, 0.00014, 0)),
-    "b200-wild": (31, (31, 31, 30), (0, 0, 0.0021)),
-    "h200-wild": (71, (71, 71, 70), (0, 0, 0.0018)),  # other people's modules
-    "a100-families": (114, (114, 111, 114), (0, 0.00003, 0)),  # transformers' decoders
-    "h100-families": (1062, (1061, 1058, 1062), (0.00012, 0.0096, 0)),  # pipelines too
-    "h100-divided": (95, (94, 90, 90), (0.0012, 0.0012, 0.0011)),  # transformers' own ranks of all kinds
-    "a100-divided": (95, (94, 89, 90), (0.0036, 0.0036, 0.046)),  # when DTensors' updates are freed
-    "a100-fsdp1": (56, (56, 55, 50), (0, 0.0003, 0.015)),  # tied models' setup is a guess; offload
-    "h100-fsdp1": (56, (56, 55, 50), (0, 0.0003, 0.015)),
-    "h100-deepspeed": (66, (66, 66, 66), EXACT),
-    "a100-deepspeed": (66, (66, 66, 66), EXACT),
-    "a100-frontier": (87, (87, 87, 87), EXACT),
-    "h100-frontier": (89, (89, 89, 89), EXACT),
-    "b200-frontier": (89, (89, 89, 89), EXACT),
-}
 LIMITED = {name: records for name, records in FILES.items() if name.endswith(("frontier", "allocator"))}
 
 
