@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import memplan
-from memplan.device import A100, H100
+from memplan.device import H100
 from memplan.engines.base import ENGINES
 from memplan.engines.checks import check_plan
 from memplan.engines.megatron.buffers import BUCKET_ALIGNMENT, PARAM_ALIGNMENT, buckets_of
@@ -22,6 +22,7 @@ from memplan.launchers import read
 from memplan.launchers.megatron import Arguments
 from memplan.models import preset
 from memplan.models.megatron import GPTModel, MoE
+from memplan.models.parameters import parameter_count
 from memplan.plan import Rank
 from memplan.record import Collective, Compute, ComputeKind, Event, Stretch
 from memplan.replay import replayed
@@ -294,14 +295,22 @@ def read_line(text: str) -> dict[str, object]:
     return {w.partition(" ")[0].removeprefix("--"): w.partition(" ")[2] or True for w in words}
 
 
-def test_presets_of_gpt_and_llama_are_megatrons_models():
-    engine = ENGINES.named("megatron")
-    for name in ("gpt2", "llama-3-8b"):
-        model = preset(name)
-        plan = plan_of(engine="megatron", seq_len=256, global_batch=2)
-        (record,) = engine.play(model, plan, A100)
-        assert record.peak_bytes > record.rest_bytes
-    with pytest.raises(MissingRule, match="has no rule for"):
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama-3-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b", "mixtral-8x7b", "qwen3-30b-a3b"],
+)
+def test_presets_are_megatrons_models(name):
+    """Each has the weights of the Hugging Face model, and the rows that pad its vocabulary."""
+    model = preset(name)
+    whole = MegatronRank(model, plan_of(engine="megatron", seq_len=128), Rank(), H100, {}).chunks[0]
+    padding = whole.model.padded_vocab_size - whole.model.vocab_size
+    rows = padding * whole.model.d_model * (1 if whole.model.tied_head else 2)
+    assert parameter_count(whole.model) == sum(p.n_elements for p in whole.parameters())
+    assert parameter_count(whole.model) == parameter_count(model) + rows
+
+
+def test_a_model_that_megatron_does_not_build_is_refused():
+    with pytest.raises(MissingRule, match="has no rule for gemma-2-2b"):
         memplan.estimate("gemma-2-2b", engine="megatron", seq_len=256)
 
 

@@ -1,13 +1,11 @@
 """GPTModel over shapes: Megatron's embedding, transformer layer and output layer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar, Final, final
 
 from memplan.checks import checked_fraction
-from memplan.errors import MissingRule
-from memplan.models.base import BLOCKS, Decoder, Layers, Model
-from memplan.models.decoders import GptDecoder, RotaryDecoder
+from memplan.models.base import BLOCKS, Decoder, Layers
 from memplan.models.megatron import attention as core
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.experts import MoE, moe_layer
@@ -78,6 +76,7 @@ class GPTModel(Decoder):
     def __post_init__(self) -> None:
         Decoder.__post_init__(self)
         checked_fraction("attention_dropout", self.attention_dropout)
+        object.__setattr__(self, "config", self.config._replace(normalization=self.normalization))
 
     @property
     def layers(self) -> tuple[Layers, ...]:
@@ -220,42 +219,3 @@ class GPTModel(Decoder):
         fused = self.config.cross_entropy_loss_fusion
         losses = (te_parallel_cross_entropy if fused else vocab_parallel_cross_entropy)(logits, self.config)
         return masked_loss(losses)
-
-
-def gpt_model(model: Model) -> GPTModel:
-    """The model as Megatron builds it.
-
-    Raises:
-        MissingRule: for a model that Megatron's arguments do not describe here.
-    """
-    if isinstance(model, GPTModel):
-        return model
-    known = model.sizes()
-    sizes = {
-        name: known[name]
-        for name in ("name", "d_model", "max_seq_len", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff",
-                     "vocab_size", "tied_head", "dropout")
-        if name in known
-    }  # fmt: skip
-    if isinstance(model, GptDecoder) and model.family == "gpt":
-        return GPTModel(**sizes, attention_dropout=model.dropout)
-    if isinstance(model, RotaryDecoder) and model.family == "llama":
-        return GPTModel(
-            **sizes,
-            normalization="RMSNorm",
-            swiglu=True,
-            add_bias_linear=known.get("mlp_bias", False),
-            add_qkv_bias=known.get("attention_bias", False),
-            position_embedding_type="rope",
-        )
-    raise MissingRule(
-        f"engine='megatron' has no rule for {model.name} of the family {model.family}; use a GPT or a Llama, "
-        "or Megatron's own arguments (--megatron).",
-        kind="a model that the Megatron engine does not build",
-    )
-
-
-def configured(model: Model, config: TransformerConfig) -> GPTModel:
-    """The model with its layers configured."""
-    own = gpt_model(model)
-    return replace(own, config=config._replace(normalization=own.normalization))
