@@ -18,7 +18,7 @@ from memplan.engines.megatron.chunk import ModelChunk
 from memplan.engines.megatron.engine import MegatronRank
 from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue, MissingRule, PlanRefused
-from memplan.launchers import read
+from memplan.launchers import exported, read
 from memplan.launchers.megatron import Arguments
 from memplan.models import preset
 from memplan.models.megatron import GPTModel, MoE
@@ -467,3 +467,35 @@ def test_arguments_of_context_parallelism_are_read_and_checked():
         plan = plan_of(engine="megatron", **({"seq_len": 128} | asked))
         with pytest.raises(PlanRefused, match=said):
             check_plan(SMALL, plan, H100)
+
+
+@pytest.mark.parametrize(
+    "name, asked",
+    [
+        ("gpt2", {"precision": "fp16-mixed", "accumulate_allreduce_grads_in_fp32": True}),
+        ("llama-3-8b", {"tp": 2, "sequence_parallel": True, "zero": 1, "overlap_grad_reduce": True}),
+        ("llama-3-8b", {"pp": 2, "schedule": "interleaved-1f1b", "virtual_stages": 4}),
+        ("llama-3-8b", {"pp": 4, "layers_per_stage": (7, 9, 9, 7), "gradient_accumulation_fusion": False}),
+        ("llama-3-70b", {"tp": 8, "sequence_parallel": True, "cp": 2, "pp": 4, "deterministic_mode": True}),
+        ("qwen2.5-7b", {"cp": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}),
+        ("qwen3-8b", {"recompute": "full", "recompute_blocks": 4, "cublas_workspace_config": ":4096:8"}),
+        ("mixtral-8x7b", {"tp": 2, "sequence_parallel": True, "ep": 4, "etp": 2, "moe_permute_fusion": True}),
+        ("qwen3-30b-a3b", {"ep": 8, "recompute": "full", "moe_grouped_gemm": False, "clip_grad_norm": 1.0}),
+    ],
+)
+def test_a_plan_is_written_as_arguments_that_say_the_same_plan(name, asked, tmp_path):
+    plan: dict[str, Any] = {"engine": "megatron", "seq_len": 512, "global_batch": 64, **asked}
+    estimated = memplan.estimate(name, cluster="64xh100-sxm", **plan)
+    script = tmp_path / "pretrain_gpt.sh"
+    script.write_text(exported(estimated, "megatron").text)
+    found = read(script, "megatron").keywords
+    again = memplan.estimate(found.pop("model"), cluster="64xh100-sxm", **found)
+    assert again.plan == estimated.plan
+    assert [stage.peak_bytes for stage in again.stages] == [stage.peak_bytes for stage in estimated.stages]
+
+
+def test_what_no_argument_says_is_refused_with_the_nearest_plan_that_can_be_told():
+    plan: dict[str, Any] = {"engine": "megatron", "pp": 4, "seq_len": 512, "global_batch": 64}
+    estimated = memplan.estimate("llama-3-8b", cluster="64xh100-sxm", layers_per_stage=(7, 8, 9, 8), **plan)
+    with pytest.raises(PlanRefused, match=r"the ends evenly.* leave layers_per_stage out.*--to megatron"):
+        exported(estimated, "megatron")

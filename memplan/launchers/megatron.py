@@ -5,15 +5,28 @@ Source: megatron.training.arguments (of 6e091e1b68): the flags, and what `valida
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from textwrap import wrap
 from typing import Any, ClassVar, Final, final
 
 from memplan.checks import checked_count
+from memplan.engines.options import not_usual
 from memplan.errors import InvalidValue, MissingRule, reason, shown_value
 from memplan.fields import count_or_text, number_or_text
 from memplan.launchers.base import Job, Launcher, Limit, Read, yaml_values
+from memplan.launchers.megatron_arguments import arguments, unsaid
+from memplan.launchers.torchrun import torchrun_command
 from memplan.models import Model
-from memplan.models.megatron import GPTModel, MoE
+from memplan.models.megatron import GPTModel, MoE, gpt_model
+
+CONTINUED: Final = " \\\n    "
+"""Between the lines of one command of a shell."""
+
+LINE: Final = 110
+"""Columns of a comment's longest lines."""
+
+WORKSPACES: Final = "CUBLAS_WORKSPACE_CONFIG"
+"""The variable of the environment that says the size of cuBLAS's workspaces."""
 
 FLAG_WORDS: Final = {"true": True, "false": False}
 """The values of a flag in a YAML file."""
@@ -170,14 +183,30 @@ class Megatron(Launcher):
     """Megatron-LM's pretrain_gpt.py."""
 
     engine: ClassVar[str] = "megatron"
-    file: ClassVar[str] = "model_config.yaml"
+    file: ClassVar[str] = "pretrain_gpt.sh"
 
-    def limits(self, job: Job) -> "Any":
-        """Plans are read from its arguments, and not written as them yet."""
-        yield Limit("memplan reads Megatron's arguments and does not write them yet", "write them by hand")
+    def limits(self, job: Job) -> Iterator[Limit]:
+        if job.estimate.device.on_cpu:
+            yield Limit("device='cpu': Megatron is told of GPUs here", {"device": None})
+        yield from unsaid(job.estimate.plan)
+
+    def notes(self, job: Job) -> Iterator[str]:
+        yield (
+            "Tokenizer, data, learning rate and length of training are yours, and so are --rotary-base, "
+            "--norm-epsilon and the scaling of positions. To try it: --mock-data --tokenizer-type "
+            "NullTokenizer --lr 1e-4 --train-iters 10."
+        )
 
     def text(self, job: Job, notes: tuple[str, ...]) -> str:
-        raise MissingRule("memplan reads Megatron's arguments and does not write them yet.")
+        estimate = job.estimate
+        said = arguments(gpt_model(estimate.model), estimate.plan)
+        head = [f"# {one}" for line in job.comments(notes) for one in wrap(line, LINE - 2)]
+        command = CONTINUED.join([torchrun_command(job, "pretrain_gpt.py"), *said])
+        variables = ["CUDA_DEVICE_MAX_CONNECTIONS=1"]  # which validate_args asks for before Blackwell
+        if workspaces := not_usual(estimate.plan).get("cublas_workspace_config"):
+            variables.append(f"{WORKSPACES}={workspaces}")
+        lines = ["#!/usr/bin/env bash", *head, *[f"export {one}" for one in variables], command]
+        return "\n".join([*lines, ""])
 
     def read(self, text: str, model: Model | None) -> Read:
         """The keywords of `memplan.estimate`, the model among them.
@@ -194,7 +223,7 @@ class Megatron(Launcher):
 def _parsed(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The arguments without their dashes, and the variables of the environment, of either kind of file."""
     if "MODEL_ARGS" not in text:
-        return _of_line(text), {}
+        return _of_line(text)
     values = yaml_values(text, "a model_config.yaml of Megatron's functional tests")
     arguments, environment = values.get("MODEL_ARGS"), values.get("ENV_VARS") or {}
     if not isinstance(arguments, dict) or not isinstance(environment, dict):
@@ -203,14 +232,18 @@ def _parsed(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     return given, {str(key): str(value) for key, value in environment.items()}
 
 
-def _of_line(text: str) -> dict[str, Any]:
+def _of_line(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Those of a line of flags, or of a script that starts a program with them."""
     found: dict[str, Any] = {}
     name = ""
     try:
-        words = shlex.split(text, comments=True)
+        words = shlex.split(text.replace(CONTINUED, " "), comments=True)
     except ValueError as error:
         raise InvalidValue(f"it is no line of arguments ({reason(error)}); close every quote.") from None
-    for word in words:
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+    begin = scripts[0] + 1 if scripts else 0
+    variables = [word.partition("=") for word in words[:begin] if "=" in word and word[0] != "-"]
+    for word in words[begin:]:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
             found[name] = value or True
@@ -222,7 +255,7 @@ def _of_line(text: str) -> dict[str, Any]:
         raise InvalidValue(
             "it names no argument of Megatron's; write them as --num-layers 12 --hidden-size 512."
         )
-    return found
+    return found, {name: value for name, _, value in variables}
 
 
 def _numbers(value: Any) -> tuple[int | str, ...]:
@@ -437,8 +470,8 @@ class Arguments:
         for name in ("gradient-accumulation-fusion", "create-attention-mask-in-dataloader"):
             if self.flag(f"no-{name}"):
                 found[name.replace("-", "_")] = False
-        if "CUBLAS_WORKSPACE_CONFIG" in self.environment:
-            found["cublas_workspace_config"] = self.environment["CUBLAS_WORKSPACE_CONFIG"]
+        if WORKSPACES in self.environment:
+            found["cublas_workspace_config"] = self.environment[WORKSPACES]
         return found
 
     def _pipeline(self) -> dict[str, Any]:
