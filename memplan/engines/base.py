@@ -199,6 +199,8 @@ class Engine(ABC):
     """The axes of the mesh that it knows; a plan with several ranks along another one is refused."""
     views: ClassVar[tuple[str, ...]] = ()
     """The views of the mesh that it knows, likewise."""
+    ep_beside: ClassVar[tuple[str, ...]] = ()
+    """The axes that may have several ranks where experts are divided, beside data-parallel ones."""
     confirmed_gpus: ClassVar[tuple[str, ...]] = ()
     """The GPUs whose software ran the engine's plans without a GPU, and gave its bytes."""
 

@@ -129,12 +129,15 @@ class Space:
     def eps(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The degrees of expert parallelism that are tried on a mesh without it.
 
-        Left out, that is one, and without tensor ranks the largest that divides the experts within a node.
+        Left out, that is one, and the largest that divides the experts within a node, where the engine
+        divides experts beside the mesh's other axes.
         """
-        ranks, tp = prod([sizes[axis] for axis in VIEWED]) // self.base.etp, sizes["tp"]
+        ranks = prod([sizes[axis] for axis in VIEWED]) // self.base.etp
+        beside = ENGINES.named(self.base.engine).ep_beside
+        alone = any(sizes.get(axis, 1) > 1 for axis in ("pp", "cp", "tp") if axis not in beside)
         if "ep" in self.ranges:
             return tuple([ep for ep in self.ranges["ep"] if ranks % ep == 0])
-        if tp > 1 or sizes["pp"] > 1 or self.node is None or not self.model.n_experts:
+        if alone or self.node is None or not self.model.n_experts:
             return (1,)
         return tuple(sorted({1, gcd(ranks, self.node, self.model.n_experts)}))
 

@@ -327,6 +327,7 @@ class MegatronEngine(Engine):
     reserves_more = 0.09
     axes = "pp", "dp", "cp", "tp"
     views = "ep", "etp"
+    ep_beside = "pp", "cp", "tp"
     refusals = REFUSALS
     options = MegatronOptions
 

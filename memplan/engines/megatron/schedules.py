@@ -256,24 +256,31 @@ class _Interleaved(_OneForwardOneBackward):
         listed = list(actions(order))
         self.received_forwards = [0] * len(self.chunks)
         forwards = deque([action.local for action in listed if action.kind == "forward"])
-        found = [self._once("receive", self._receive(forwards.popleft()))]
-        sent: list[Stretch] = []
+        begins = self._once("receive", self._receive(forwards.popleft()))
+        found, sent = list[Stretch](), list[Stretch]()
         for action, coming in zip(listed, [*listed[1:], None], strict=True):
-            is_forward = action.kind == "forward"
+            is_forward, parts = action.kind == "forward", list[Stretch]()
             if is_forward:
-                found += sent
-                sent = []
-            found.append(self._act(action))
+                parts, sent = sent, []
+            parts.append(self._act(action))
             ahead = [*self._receive(forwards.popleft())] if is_forward and forwards else []
             if coming is not None and coming.kind == "backward":
                 ahead += self._receive_grad(coming.local)
-            found.append(self._once("receive", iter(ahead)))
+            parts.append(self._once("receive", iter(ahead)))
             if is_forward and not self.chunks[action.local].last:
                 sent = [self.chunks[action.local].release]
             if not self.went_back:
-                found += sent
-                sent = []
-        return [*found, *sent, self._once("return of the schedule", self._returned())]
+                parts, sent = parts + sent, []
+            found.append(self._chained(parts))
+        returned = self._once("return of the schedule", self._returned())
+        return [begins, *_counted(found, _period(listed, 2 * len(self.chunks))), *sent, returned]
+
+    def _chained(self, parts: Sequence[Stretch]) -> Stretch:
+        """Parts in order; equal ones are one object."""
+        key = "action", tuple(parts)
+        if key not in self.made:
+            self.made[key] = chain("action", *parts)
+        return self.made[key]
 
     def _releases(self, local: int) -> bool:
         return False
@@ -308,3 +315,27 @@ class _Interleaved(_OneForwardOneBackward):
         if not self.chunks[local].last:
             yield from frees(self.chunks[local].output_grad)
         yield from super()._after_backward(local)
+
+
+def _period(listed: Sequence[Action], least: int) -> int:
+    """After how many actions, at least so many, the same ones follow in a schedule's middle; 0: never."""
+    middle = len(listed) // 2
+    for n in range(least, middle // 2 + 1, 2):
+        if listed[middle - n : middle] == listed[middle : middle + n]:
+            return n
+    return 0
+
+
+def _counted(found: Sequence[Stretch], period: int) -> list[Stretch]:
+    """The stretches, of which the longest run that recurs with this period is counted."""
+    begin = end = start = 0
+    for i in range(len(found) - period if period else 0):
+        if found[i] is not found[i + period]:
+            start = i + 1
+        elif i + 1 - start > end - begin:
+            begin, end = start, i + 1
+    n = (end - begin) // period + 1 if period else 1
+    if n < 3:
+        return list(found)
+    loop = repeated(chain("actions", *found[begin : begin + period]), n)
+    return [*found[:begin], loop, *found[begin + n * period :]]
