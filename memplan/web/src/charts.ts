@@ -1,7 +1,7 @@
 /** Charts of a plan. Colors are those of memplan's own charts: Okabe and Ito's, in `style.css`. */
-import { axisX, axisY, barX, plot, rect, ruleX, text } from "@observablehq/plot";
+import { areaY, axisX, axisY, barX, plot, rect, ruleX, ruleY, text } from "@observablehq/plot";
 import { bytes, h, seconds } from "./dom";
-import type { Answer, Pass } from "./types";
+import type { Answer, Pass, Phase } from "./types";
 
 /** Kinds of bytes from the left: those that stay from step to step first. */
 export const KINDS = { weights: "weights", optimizer: "optimizer state", grads: "gradients", activations: "activations", temporaries: "temporaries" };
@@ -47,8 +47,37 @@ export function stages(answer: Answer, width: number): HTMLElement {
   return h("figure", {}, legend("kind", Object.entries(KINDS).map(([kind, label]) => [kind, label, bytes(stages[answer.stages.findIndex((s) => s.stage === answer.worst)]?.bytes[kind] ?? 0)])), svg as unknown as HTMLElement);
 }
 
-/** The parts of a step of each stage. */
-export function step(answer: Answer, width: number): HTMLElement {
+/** The bytes of the stage that holds most, over a step in the order of allocations and frees. */
+export function timeline(phases: Phase[], kinds: string[], answer: Answer, width: number): HTMLElement {
+  const points = phases.flatMap(({ points }) => points);
+  const rows = [...points, points.at(-1)!].flatMap((point, x) => kinds.map((kind, i) => ({ x, kind, gib: point[i]! / GIB })));
+  const starts = phases.map((_, i) => phases.slice(0, i).reduce((sum, { points }) => sum + points.length, 0));
+  const bands = phases.map(({ name, points }, i) => ({ name, x1: starts[i]!, x2: starts[i]! + points.length }));
+  const totals = points.map((point) => point.reduce((sum, n) => sum + n, 0));
+  const peak = Math.max(...totals);
+  const usable = answer.cluster?.usable_bytes ?? null;
+  const top = usable !== null && usable < 2 * peak ? Math.max(usable, peak) : peak;
+  const named = bands.filter(({ x1, x2 }) => ((x2 - x1) / points.length) * width > 62);
+  const at = totals.indexOf(peak);
+  const svg = plot({
+    width, height: 250, marginLeft: 46, marginRight: 16, marginTop: 22, marginBottom: 26, style: FONT,
+    x: { axis: null, domain: [0, points.length] }, y: { label: "GiB", domain: [0, (top * 1.06) / GIB] }, color: colors(KINDS, "kind"),
+    marks: [
+      rect(bands.filter(({ name }) => name !== "forward"), { x1: "x1", x2: "x2", y1: 0, y2: (top * 1.06) / GIB, fill: "currentColor", fillOpacity: (d) => (d.name === "backward" ? 0.06 : 0.14) }),
+      axisY({ ticks: 5, tickSize: 3 }),
+      areaY(rows, { x: "x", y: "gib", fill: "kind", order: Object.keys(KINDS), curve: "step-after" }),
+      usable !== null && usable < 2 * peak ? ruleY([usable / GIB], { stroke: "currentColor" }) : null,
+      text(named, { x: (d) => (d.x1 + d.x2) / 2, text: "name", frameAnchor: "bottom", dy: 16, fill: "currentColor" }),
+      text([{ x: at, y: peak / GIB }], { x: "x", y: "y", text: () => `▾ peak ${bytes(peak)}`, lineAnchor: "bottom", textAnchor: at > points.length / 2 ? "end" : "start", dx: at > points.length / 2 ? 5 : -5, fontWeight: "600", fill: "currentColor", stroke: "var(--card)", strokeWidth: 4 }),
+    ],
+    ariaLabel: "Bytes held over a step",
+    ariaDescription: `at most ${bytes(peak)}, in ${answer.when}`,
+  });
+  return h("figure", {}, svg as unknown as HTMLElement);
+}
+
+/** The parts of a step of each stage, to the scale of the longest step that is shown. */
+export function step(answer: Answer, longest_s: number, width: number): HTMLElement {
   const names = Object.keys(answer.time ?? {});
   const name = (part: string) => part.replace(/_s$/, "");
   const rows = answer.stages.flatMap(({ stage, time }) => names.map((part) => ({ stage, part: name(part), s: time?.[part] ?? 0 })));
@@ -56,7 +85,7 @@ export function step(answer: Answer, width: number): HTMLElement {
   const each = many > 16 ? 12 : many > 1 ? 20 : 36;
   const svg = plot({
     width, height: many * each + 46, marginLeft: 46, marginRight: 16, marginTop: 6, marginBottom: 40, style: FONT,
-    x: { label: "seconds of a step" }, y: { label: null, padding: 0.22 }, color: { domain: names.map(name), range: names.map((part) => `var(--part-${name(part)}, var(--part-other))`) },
+    x: { label: "seconds of a step", domain: [0, Math.max(longest_s, answer.step_s ?? 0)] }, y: { label: null, padding: 0.22 }, color: { domain: names.map(name), range: names.map((part) => `var(--part-${name(part)}, var(--part-other))`) },
     marks: [
       axisX({ ticks: width < 500 ? 5 : 9, tickSize: 3 }),
       axisY({ tickSize: 0, tickFormat: (n: number) => (many > 24 && n % 4 ? "" : many > 1 ? `stage ${n}` : "") }),
