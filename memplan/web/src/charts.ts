@@ -39,7 +39,7 @@ export function stages(answer: Answer, width: number): HTMLElement {
         title: (d) => `stage ${d.stage}, blocks ${d.layers}\n${KINDS[d.kind as keyof typeof KINDS]}: ${bytes(d.gib * GIB)}\nof ${bytes(d.total_bytes)}, in ${d.when}` }),
       budget === null ? null : ruleX([budget / GIB], { stroke: "currentColor", strokeDasharray: "4 3" }),
       usable === null ? null : ruleX([usable / GIB], { stroke: "currentColor" }),
-      usable === null ? null : text([usable / GIB], { x: (x) => x, frameAnchor: "top", textAnchor: "end", dy: -14, dx: 4, text: () => `${bytes(usable, 1)} usable; dashed: less the margin`, fill: "currentColor" }),
+      usable === null ? null : text([usable / GIB], { x: (x) => x, frameAnchor: "top", textAnchor: usable / GIB > most / 2 ? "end" : "start", dy: -14, text: () => `${bytes(usable, 1)} usable; dashed: less the margin`, fill: "currentColor" }),
     ],
     ariaLabel: "Bytes on a GPU of each stage",
     ariaDescription: stages.map((each) => `stage ${each.stage}: ${bytes(each.total_bytes)}`).join(", "),

@@ -213,7 +213,11 @@ window.addEventListener("drop", (event) => {
   const [file] = event.dataTransfer?.files ?? [];
   if (file) void open(file);
 });
-addEventListener("resize", () => views.forEach((view) => view.resized()));
+let resizing: ReturnType<typeof setTimeout>;
+addEventListener("resize", () => {
+  clearTimeout(resizing);
+  resizing = setTimeout(() => views.forEach((view) => view.resized()), 150);
+});
 
 $("about").append(
   `memplan ${FIRST.version}. Every number is computed by the Python package in this browser; nothing that you enter leaves it. `,

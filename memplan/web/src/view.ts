@@ -217,18 +217,18 @@ function gauge(answer: Answer, held: Held | null): HTMLElement | null {
 
 function collectives(rows: Collective[]): HTMLElement {
   const sorted = [...rows].sort((a, b) => b.wire_bytes - a.wire_bytes);
-  return table(["collective", "axis", "what", "calls", "payload", "sent"], 3, sorted.map((c) =>
+  return table(["collective", "axis", "what", "calls", "payload", "sent"], [3, 4, 5], sorted.map((c) =>
     [c.kind, c.axis, c.what, whole(c.calls), bytes(c.payload_bytes), c.wire_bytes ? bytes(c.wire_bytes) : "0"]));
 }
 
 function ledgerTable(rows: Row[]): HTMLElement {
-  return table(["kind", "name", "type", "shape", "count", "bytes each", "bytes"], 4, rows.map((row) =>
-    [row.kind, row.name, row.dtype, row.shape.join(" × ") || "scalar", whole(row.count), whole(row.each_bytes), whole(row.total_bytes)]));
+  return table(["bytes", "kind", "name", "type", "shape", "count", "bytes each"], [0, 5, 6], rows.map((row) =>
+    [whole(row.total_bytes), row.kind, row.name, row.dtype, row.shape.join(" × ") || "scalar", whole(row.count), whole(row.each_bytes)]));
 }
 
-/** A table whose columns from `right` on are figures. */
-export function table(names: string[], right: number, rows: (string | Node)[][]): HTMLElement {
-  const cells = (tag: "td" | "th", row: (string | Node)[]) => row.map((cell, i) => h(tag, { class: i >= right ? "figure" : null, scope: tag === "th" ? "col" : null }, cell));
+/** A table; `figures` are the columns of figures. */
+export function table(names: string[], figures: number[], rows: (string | Node)[][]): HTMLElement {
+  const cells = (tag: "td" | "th", row: (string | Node)[]) => row.map((cell, i) => h(tag, { class: figures.includes(i) ? "figure" : null, scope: tag === "th" ? "col" : null }, cell));
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": names.join(", ") },
     h("table", {}, h("thead", {}, h("tr", {}, ...cells("th", names))), h("tbody", {}, ...rows.map((row) => h("tr", {}, ...cells("td", row))))));
 }
