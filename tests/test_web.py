@@ -405,6 +405,22 @@ def test_every_control_has_a_name_and_a_place_in_the_order_of_tabs(page):
     assert not doubled
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_meets_the_rules_of_axe(browser, url, scheme):
+    """Names, roles, contrasts and landmarks, of two plans with every card open."""
+    rules = (WEB / "node_modules" / "axe-core" / "axe.min.js").read_text()
+    page = browser.new_page(color_scheme=scheme)
+    page.goto(f"{url}#{'|'.join(map(urlencode, [PLANS[3], PLANS[10]]))}")
+    page.wait_for_selector("html[data-ready]", timeout=90_000)
+    settles(page)
+    page.click("#search")
+    page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
+    page.wait_for_function("document.querySelectorAll('.view pre').length === 2")
+    page.evaluate(rules)
+    assert page.evaluate("axe.run().then(found => found.violations.map(each => [each.id, each.help]))") == []
+    page.close()
+
+
 def test_the_page_is_small(url):
     files = [path for path in DIST.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= MOST_BYTES

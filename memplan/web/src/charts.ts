@@ -7,12 +7,22 @@ import type { Answer, Pass, Phase } from "./types";
 export const KINDS = { weights: "weights", optimizer: "optimizer state", grads: "gradients", activations: "activations", temporaries: "temporaries" };
 const PARTS = { forward: "forward", backward: "backward", "backward-input": "backward, inputs", "backward-weight": "backward, weights" };
 const FONT = { fontSize: "12px", background: "none", overflow: "visible" };
+const TIP = { lineHeight: 1.35, stroke: "var(--line)" };
 const GIB = 1024 ** 3;
 
 const colors = (names: Record<string, string>, prefix: string) => ({
   domain: Object.keys(names),
   range: Object.keys(names).map((name) => `var(--${prefix}-${name})`),
 });
+
+/** A chart as one picture for screen readers, whose description says its figures. */
+function picture(svg: Element): Element {
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", `${svg.getAttribute("aria-label")}: ${svg.getAttribute("aria-description")}`);
+  svg.removeAttribute("aria-description");
+  svg.querySelectorAll("g[aria-label]").forEach((mark) => mark.removeAttribute("aria-label"));
+  return svg;
+}
 
 /** A legend of words beside their colors; figures stand behind the words if there are any. */
 export function legend(prefix: string, entries: [name: string, label: string, figure?: string][]): HTMLElement {
@@ -35,7 +45,7 @@ export function stages(answer: Answer, width: number): HTMLElement {
     marks: [
       axisX({ ticks: width < 500 ? 5 : 9, tickSize: 3 }),
       axisY({ tickSize: 0, tickFormat: (n: number) => (stages.length > 24 && n % 4 ? "" : stages.length > 1 ? `stage ${n}` : "") }),
-      barX(rows, { x: "gib", y: "stage", fill: "kind", order: Object.keys(KINDS), insetRight: 0.6, tip: true,
+      barX(rows, { x: "gib", y: "stage", fill: "kind", order: Object.keys(KINDS), insetRight: 0.6, tip: TIP,
         title: (d) => `stage ${d.stage}, blocks ${d.layers}\n${KINDS[d.kind as keyof typeof KINDS]}: ${bytes(d.gib * GIB)}\nof ${bytes(d.total_bytes)}, in ${d.when}` }),
       budget === null ? null : ruleX([budget / GIB], { stroke: "currentColor", strokeDasharray: "4 3" }),
       usable === null ? null : ruleX([usable / GIB], { stroke: "currentColor" }),
@@ -44,7 +54,7 @@ export function stages(answer: Answer, width: number): HTMLElement {
     ariaLabel: "Bytes on a GPU of each stage",
     ariaDescription: stages.map((each) => `stage ${each.stage}: ${bytes(each.total_bytes)}`).join(", "),
   });
-  return h("figure", {}, legend("kind", Object.entries(KINDS).map(([kind, label]) => [kind, label, bytes(stages[answer.stages.findIndex((s) => s.stage === answer.worst)]?.bytes[kind] ?? 0)])), svg as unknown as HTMLElement);
+  return h("figure", {}, legend("kind", Object.entries(KINDS).map(([kind, label]) => [kind, label, bytes(stages[answer.stages.findIndex((s) => s.stage === answer.worst)]?.bytes[kind] ?? 0)])), picture(svg));
 }
 
 /** The bytes of the stage that holds most, over a step in the order of allocations and frees. */
@@ -73,7 +83,7 @@ export function timeline(phases: Phase[], kinds: string[], answer: Answer, width
     ariaLabel: "Bytes held over a step",
     ariaDescription: `at most ${bytes(peak)}, in ${answer.when}`,
   });
-  return h("figure", {}, svg as unknown as HTMLElement);
+  return h("figure", {}, picture(svg));
 }
 
 /** The parts of a step of each stage, to the scale of the longest step that is shown. */
@@ -89,13 +99,13 @@ export function step(answer: Answer, longest_s: number, width: number): HTMLElem
     marks: [
       axisX({ ticks: width < 500 ? 5 : 9, tickSize: 3 }),
       axisY({ tickSize: 0, tickFormat: (n: number) => (many > 24 && n % 4 ? "" : many > 1 ? `stage ${n}` : "") }),
-      barX(rows, { x: "s", y: "stage", fill: "part", order: names.map(name), insetRight: 0.6, tip: true, title: (d) => `stage ${d.stage}\n${d.part}: ${seconds(d.s)}` }),
+      barX(rows, { x: "s", y: "stage", fill: "part", order: names.map(name), insetRight: 0.6, tip: TIP, title: (d) => `stage ${d.stage}\n${d.part}: ${seconds(d.s)}` }),
     ],
     ariaLabel: "The parts of a step's time on each stage",
     ariaDescription: Object.entries(answer.time ?? {}).map(([part, s]) => `${name(part)}: ${seconds(s)}`).join(", "),
   });
   const parts = Object.entries(answer.time ?? {}).filter(([, s]) => s > 0);
-  return h("figure", {}, legend("part", parts.map(([part, s]) => [name(part), name(part), seconds(s)])), svg as unknown as HTMLElement);
+  return h("figure", {}, legend("part", parts.map(([part, s]) => [name(part), name(part), seconds(s)])), picture(svg));
 }
 
 /** Every pass of every pipeline rank. */
@@ -112,12 +122,12 @@ export function schedule(passes: Pass[], width: number): HTMLElement {
       axisX({ ticks: width < 500 ? 5 : 9, tickSize: 3 }),
       axisY({ ticks: [], label: null }),
       text(Array.from({ length: ranks }, (_, i) => i).filter((i) => ranks <= 24 || i % 4 === 0), { y: (i) => i + 0.5, frameAnchor: "left", textAnchor: "end", dx: -6, text: (i) => `stage ${i}`, fill: "currentColor" }),
-      rect(rows, { x1: "start", x2: "stop", y1: (d) => d.rank + 0.08, y2: (d) => d.rank + 0.92, fill: "part", insetRight: wide ? 0.8 : 0.3, tip: true,
+      rect(rows, { x1: "start", x2: "stop", y1: (d) => d.rank + 0.08, y2: (d) => d.rank + 0.92, fill: "part", insetRight: wide ? 0.8 : 0.3, tip: TIP,
         title: (d) => `rank ${d.rank}, stage ${d.stage}\n${PARTS[d.part as keyof typeof PARTS]} of micro-batch ${d.micro}\n${seconds(d.start)} to ${seconds(d.stop)}` }),
       wide ? text(rows, { x: (d) => (d.start + d.stop) / 2, y: (d) => d.rank + 0.5, text: "micro", fontSize: 10, fill: (d) => (d.part === "forward" ? "var(--on-forward)" : "var(--on-backward)") }) : null,
     ],
     ariaLabel: "The pipeline's schedule",
     ariaDescription: `${ranks} pipeline ranks, ${rows.length} passes in ${seconds(Math.max(...rows.map(({ stop }) => stop)))}`,
   });
-  return h("figure", {}, legend("pass", shown), svg as unknown as HTMLElement);
+  return h("figure", {}, legend("pass", shown), picture(svg));
 }

@@ -1,6 +1,6 @@
 /** The page: a form, one plan or two beside each other, and Python in workers. */
 import described from "../build/form.json";
-import { copy, h } from "./dom";
+import { copy, h, pause } from "./dom";
 import { Form } from "./form";
 import { Python, Refused } from "./python";
 import { Search } from "./search";
@@ -119,8 +119,6 @@ function stops({ cluster = "", engine = "" }: Question): void {
   stopsOf = about;
   quick.latest("stops", "stops", { ...(cluster && { cluster }), ...(engine && { engine }) }).then((found) => form.stop(found), () => {});
 }
-
-const pause = () => new Promise((resolve) => setTimeout(resolve, 100));
 
 function show(i: number, answer: Answer, held: Held | null): void {
   answers[i] = answer;

@@ -1,6 +1,6 @@
 /** What the page shows of one plan. */
 import * as charts from "./charts";
-import { bytes, copies, fill, h, seconds, short, whole } from "./dom";
+import { bytes, copies, fill, h, pause, seconds, short, whole } from "./dom";
 import type { Answer, Calls, Collective, Held, Question, Row, Verdict } from "./types";
 import type { Python } from "./python";
 
@@ -14,6 +14,7 @@ export class View {
   private shown: Answer | null = null;
   private question: Question = {};
 
+  private turn = 0;
   private width = 0;
   private longest_s = 0;
   private heights = new Map<string, number>();
@@ -93,6 +94,7 @@ export class View {
   private draw(): void {
     const answer = this.shown;
     if (!answer) return;
+    this.turn++;
     this.width = this.element.clientWidth;
     const width = Math.max(280, this.width - 42);
     fill(
@@ -101,12 +103,17 @@ export class View {
       this.panel("Bytes over a step", () => this.step(answer, width), true),
       answer.time ? card("Time of a step", answer.time_label, charts.step(answer, this.longest_s, width)) : card("Time of a step", "", h("p", {}, `No step time: ${answer.time_missing.join("; ")}.`)),
       answer.stages.length > 1 && answer.time ? this.panel("Schedule", () => this.schedule(width), true) : null,
-      answer.collectives.length ? card("Collectives", `of stage ${answer.busiest}, which sends most: ${bytes(answer.sent_bytes)} a step`, collectives(answer.collectives)) : null,
+      answer.collectives.length ? card("Collectives", `of stage ${answer.busiest}, which sends most: ${bytes(answer.sent_bytes)} a step`, collectives(this.named("Collectives"), answer.collectives)) : null,
       this.panel("Ledger: every tensor at the worst instant", () => this.ledger()),
       this.panel("Run it: the command, and files for launchers", () => this.run(answer)),
       this.panel("All of it as text, as memplan estimate --details prints it", () => this.text()),
       card("How far to trust it", "", h("p", {}, answer.trust), ...answer.notes.map((note) => h("p", {}, note)), h("p", { class: "about" }, `Code: ${answer.model.code}. ${whole(answer.model.parameters)} parameters. ${answer.batch}.`)),
     );
+  }
+
+  /** A name that no other plan's table has. */
+  private named(title: string): string {
+    return [title, this.title()].filter(Boolean).join(", ");
   }
 
   private heading(): HTMLElement | null {
@@ -116,7 +123,10 @@ export class View {
   /** A card that asks for its content when it is first opened, and stays open for the next plan. */
   private panel(title: string, content: () => Promise<Node>, open = false): HTMLElement {
     const inside = h("div", { style: `min-height:${this.heights.get(title) ?? 0}px` });
+    const turn = this.turn;
     const fills = async () => {
+      await pause();
+      if (turn !== this.turn) return; // a newer plan is shown already
       try {
         fill(inside, await content());
       } catch (error) {
@@ -156,7 +166,7 @@ export class View {
   private async ledger(): Promise<Node> {
     const { stage, when, rows } = await this.latest(this.quick, "ledger");
     const total = rows.reduce((sum, row) => sum + row.total_bytes, 0);
-    return h("div", {}, h("p", { class: "about" }, `Stage ${stage}, in ${when}: ${whole(total)} bytes in ${rows.length} rows.`), ledgerTable(rows));
+    return h("div", {}, h("p", { class: "about" }, `Stage ${stage}, in ${when}: ${whole(total)} bytes in ${rows.length} rows.`), ledgerTable(this.named("Ledger"), rows));
   }
 
   private async text(): Promise<Node> {
@@ -189,7 +199,7 @@ function mark(sign: string | null, said: string): HTMLElement {
 }
 
 function card(title: string, about: string, ...content: (Node | null)[]): HTMLElement {
-  return h("section", { class: "card" }, h("h3", {}, title), about ? h("p", { class: "about" }, about) : null, ...content);
+  return h("section", { class: "card" }, h("h2", {}, title), about ? h("p", { class: "about" }, about) : null, ...content);
 }
 
 function* tiles(answer: Answer): Generator<HTMLElement> {
@@ -215,20 +225,20 @@ function gauge(answer: Answer, held: Held | null): HTMLElement | null {
     h("i", { class: "budget", style: `left:${at(budget)}` }), h("i", { class: "usable", style: `left:${at(usable)}` }));
 }
 
-function collectives(rows: Collective[]): HTMLElement {
+function collectives(title: string, rows: Collective[]): HTMLElement {
   const sorted = [...rows].sort((a, b) => b.wire_bytes - a.wire_bytes);
-  return table(["collective", "axis", "what", "calls", "payload", "sent"], [3, 4, 5], sorted.map((c) =>
+  return table(title, ["collective", "axis", "what", "calls", "payload", "sent"], [3, 4, 5], sorted.map((c) =>
     [c.kind, c.axis, c.what, whole(c.calls), bytes(c.payload_bytes), c.wire_bytes ? bytes(c.wire_bytes) : "0"]));
 }
 
-function ledgerTable(rows: Row[]): HTMLElement {
-  return table(["bytes", "kind", "name", "type", "shape", "count", "bytes each"], [0, 5, 6], rows.map((row) =>
+function ledgerTable(title: string, rows: Row[]): HTMLElement {
+  return table(title, ["bytes", "kind", "name", "type", "shape", "count", "bytes each"], [0, 5, 6], rows.map((row) =>
     [whole(row.total_bytes), row.kind, row.name, row.dtype, row.shape.join(" × ") || "scalar", whole(row.count), whole(row.each_bytes)]));
 }
 
 /** A table; `figures` are the columns of figures. */
-export function table(names: string[], figures: number[], rows: (string | Node)[][]): HTMLElement {
+export function table(title: string, names: string[], figures: number[], rows: (string | Node)[][]): HTMLElement {
   const cells = (tag: "td" | "th", row: (string | Node)[]) => row.map((cell, i) => h(tag, { class: figures.includes(i) ? "figure" : null, scope: tag === "th" ? "col" : null }, cell));
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": names.join(", ") },
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title },
     h("table", {}, h("thead", {}, h("tr", {}, ...cells("th", names))), h("tbody", {}, ...rows.map((row) => h("tr", {}, ...cells("td", row))))));
 }
