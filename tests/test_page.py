@@ -1,6 +1,7 @@
 """What the page asks of memplan, without a browser; `test_web` opens the page itself."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -133,6 +134,14 @@ def test_a_dropped_configuration_is_read(tmp_path, monkeypatch):
     found = answered("answer", {"model": name, "cluster": "1xl4"})
     assert found["peak_bytes"] == memplan.estimate(file, cluster="1xl4").worst.peak_bytes
     assert "drop" in refused("keep", "weights.bin", "")
+
+
+def test_a_dropped_trace_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path(__file__).parent / "trace-of-format-1.json"
+    name = answered("keep", "mine.json", file.read_text())["model"]
+    found = answered("answer", {"model": name, "precision": "fp32"})
+    assert found["peak_bytes"] == memplan.estimate(file, precision="fp32").worst.peak_bytes
 
 
 def test_the_package_is_packed_alike_each_time(tmp_path):
