@@ -272,7 +272,7 @@ def _stops(n_gpus: int, engine: str) -> Iterator[tuple[str, list[int]]]:
 def held(question: Question) -> Answer:
     """What a GPU holds with the allocator's part, and the verdict on it."""
     found = _of(question)
-    interval = None if found.over_bytes else found.device_bytes
+    interval = found.device_bytes
     return {
         "verdict": found.verdict,
         "device_bytes": None if interval is None else list(interval),

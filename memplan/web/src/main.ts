@@ -204,6 +204,7 @@ $("link").addEventListener("click", (event) => {
   history.replaceState(null, "", written(plans));
   void copy(event.currentTarget as HTMLElement, location.href);
 });
+$("skip").addEventListener("click", () => $("found").focus());
 addEventListener("hashchange", restore);
 addEventListener("dragover", (event) => event.preventDefault());
 window.addEventListener("drop", (event) => {

@@ -71,12 +71,13 @@ export class View {
       h("dl", { class: "tiles" }, ...tiles(answer)),
       h("p", { class: "exact" }, "Tensors at the worst instant: ", h("output", { class: "bytes" }, whole(answer.peak_bytes)), ` bytes, stage ${answer.worst}, in ${answer.when}.`),
       ...(held ? [h("p", { class: "reason" }, held.reason.replaceAll("\n", " "))] : []),
+      command(answer.command),
     );
   }
 
   /** Adds what other implementations' verdicts are. */
   disagree(sentences: string[]): void {
-    this.verdict.append(...sentences.map((each) => h("p", { class: "reason" }, each)));
+    this.verdict.querySelector(".command")?.before(...sentences.map((each) => h("p", { class: "reason" }, each)));
   }
 
   /** Draws all cards anew if the page has another width. */
@@ -105,7 +106,7 @@ export class View {
       answer.stages.length > 1 && answer.time ? this.panel("Schedule", () => this.schedule(width), true) : null,
       answer.collectives.length ? card("Collectives", `of stage ${answer.busiest}, which sends most: ${bytes(answer.sent_bytes)} a step`, collectives(this.named("Collectives"), answer.collectives)) : null,
       this.panel("Ledger: every tensor at the worst instant", () => this.ledger()),
-      this.panel("Run it: the command, and files for launchers", () => this.run(answer)),
+      answer.targets.length ? this.panel("Run it: files for launchers", () => this.run(answer)) : null,
       this.panel("All of it as text, as memplan estimate --details prints it", () => this.text()),
       card("How far to trust it", "", h("p", {}, answer.trust), ...answer.notes.map((note) => h("p", {}, note)), h("p", { class: "about" }, `Code: ${answer.model.code}. ${whole(answer.model.parameters)} parameters. ${answer.batch}.`)),
     );
@@ -175,7 +176,6 @@ export class View {
   }
 
   private async run(answer: Answer): Promise<Node> {
-    const command = answer.command;
     const file = h("div", { class: "file", "aria-live": "polite" });
     const buttons = answer.targets.map((to) => h("button", { type: "button", "aria-pressed": "false", onclick: async (event) => {
       for (const each of buttons) each.setAttribute("aria-pressed", String(each === event.currentTarget));
@@ -188,10 +188,13 @@ export class View {
         file.replaceChildren(h("p", { class: "error" }, (error as Error).message));
       }
     } }, to));
-    return h("div", {},
-      command ? h("p", { class: "command" }, h("code", { tabindex: 0 }, command), copies("Copy", () => command)) : h("p", {}, "No command line can name this model or cluster."),
-      buttons.length ? h("div", { class: "segments", role: "group", "aria-label": "launchers" }, ...buttons) : null, file);
+    return h("div", {}, h("div", { class: "segments", role: "group", "aria-label": "launchers" }, ...buttons), file);
   }
+}
+
+function command(line: string | null): HTMLElement {
+  return line === null ? h("p", { class: "command" }, "No command line can name this model or cluster.")
+    : h("p", { class: "command" }, h("code", { tabindex: 0 }, line), copies("Copy", () => line));
 }
 
 function mark(sign: string | null, said: string): HTMLElement {
