@@ -74,13 +74,14 @@ wheel: $(READY)
 
 WEB := memplan/web
 
-web: $(READY)
+# Any Python will do, since an estimate needs no package.
+web:
 	cd $(WEB) && npm ci --no-audit --no-fund
-	$(BIN)/python -m memplan.web.pack
+	$(PYTHON) -m memplan.web.pack
 	cd $(WEB) && npm run build
 	@echo "try it: $(PYTHON) -m http.server -d $(WEB)/dist"
 
-web-test: web
+web-test: $(READY) web
 	$(BIN)/python -m pytest -m web
 
 fuzz: $(READY)

@@ -265,7 +265,7 @@ class StageEstimate:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Estimate:
     """What a plan takes of a GPU; `stages`: each pipeline rank's fullest data-parallel rank.
 
@@ -437,7 +437,7 @@ class Estimate:
         """Why there is no step time; empty if there is."""
         return self.time_model.missing(self.plan, self.cluster)
 
-    @property
+    @cached_property
     def stage_times(self) -> tuple[StepTime, ...] | None:
         """The step of each stage of the pipeline; None without a cluster whose rates are known."""
         if self.cluster is None or self.time_missing:

@@ -1,6 +1,7 @@
 """What the page asks of memplan, without a browser; `test_web` opens the page itself."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from memplan.tables import estimate_text, finding, ledger_rows
 from memplan.timetable import timetable
 from memplan.web import pack, page
 from memplan.web.searching import VARIED
+from memplan.web.timeline import POINTS
 
 SMALL = {
     "model": "tinyllama-1.1b",
@@ -85,6 +87,19 @@ def test_a_schedule_of_few_micro_batches_is_the_whole_one_and_of_many_its_beginn
     assert len(found["passes"]) < len(timetable(expected))
 
 
+@pytest.mark.parametrize(
+    "changed", [{}, {"pp": "1", "zero": "3"}, {"schedule": "gpipe"}, {"pp": "1", "dp": "4"}]
+)
+def test_a_step_is_drawn_with_its_peak(changed):
+    asked = {**SMALL, **changed}
+    of = memplan.estimate(**page.asked(asked)).worst
+    found = answered("step", asked)
+    points = [point for phase in found["phases"] for point in phase["points"]]
+    assert max(map(sum, points)) == of.peak_bytes
+    assert {phase["name"] for phase in found["phases"]} == {"forward", "backward", "optimizer"}
+    assert len(points) < 2 * POINTS
+
+
 def test_a_file_for_a_launcher_is_the_exports(expected):
     assert (
         answered("export", SMALL, "torchrun")["text"] == exported(expected, "torchrun", "tinyllama-1.1b").text
@@ -121,6 +136,14 @@ def test_a_dropped_configuration_is_read(tmp_path, monkeypatch):
     assert "drop" in refused("keep", "weights.bin", "")
 
 
+def test_a_dropped_trace_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path(__file__).parent / "trace-of-format-1.json"
+    name = answered("keep", "mine.json", file.read_text())["model"]
+    found = answered("answer", {"model": name, "precision": "fp32"})
+    assert found["peak_bytes"] == memplan.estimate(file, precision="fp32").worst.peak_bytes
+
+
 def test_the_package_is_packed_alike_each_time(tmp_path):
     for name in ("a.zip", "b.zip"):
         pack.packed(tmp_path / name)
@@ -130,7 +153,7 @@ def test_the_package_is_packed_alike_each_time(tmp_path):
 SPACES = {
     "one node": ({"model": "tinyllama-1.1b", "cluster": "4xl4", "global_batch": "8"}, VARIED, {}),
     "without a replica": (
-        {"model": "llama-3-8b", "cluster": "8xh100-sxm", "global_batch": "64", "seq_len": "2048"},
+        {"model": "llama-3-8b", "cluster": "8xh100-sxm", "global_batch": "16", "seq_len": "2048"},
         [name for name in VARIED if name != "dp_replicate"],
         {"dp_replicate": 1},
     ),
@@ -140,9 +163,9 @@ SPACES = {
         {"dp_replicate": 1, "sequence_parallel": False, "micro_batch": 1, "schedule": "gpipe"},
     ),
     "a model of experts": (
-        {"model": "mixtral-8x7b", "cluster": "16xh200", "global_batch": "16", "seq_len": "2048"},
-        ("pp", "tp", "zero", "recompute"),
-        {"dp_replicate": 1, "sequence_parallel": False, "micro_batch": 1, "ep": 1},
+        {"model": "mixtral-8x7b", "cluster": "8xh200", "global_batch": "8", "seq_len": "2048"},
+        ("zero", "recompute"),
+        {"pp": 1, "tp": 1, "dp_replicate": 1, "sequence_parallel": False, "micro_batch": 1, "ep": 1},
     ),
 }
 

@@ -280,7 +280,7 @@ def test_a_search_finds_the_fastest_plan_that_fits(page):
     goes_to(page, "#model=llama-3-8b&cluster=8xh100-sxm&global_batch=8&seq_len=2048&dp_replicate=1")
     page.click("#search")
     page.uncheck("#vary-dp_replicate")
-    page.click("text=Search")
+    page.click(".search .first")
     page.wait_for_selector(".search td [data-verdict='fits']", timeout=180_000)
     page.click(".search tbody tr:has([data-verdict='fits']) button")
     settles(page)
@@ -298,9 +298,9 @@ def test_a_search_stops_when_it_is_told_to(page):
     goes_to(page, "#model=llama-3-70b&cluster=64xh100-sxm&global_batch=512")
     page.click("#search")
     page.check("#vary-dp_replicate")
-    page.click("text=Search")
+    page.click(".search .first")
     page.wait_for_selector(".search tbody tr")
-    page.click("text=Stop")
+    page.click(".search .first")
     assert page.inner_text(".search .progress p").startswith("Stopped.")
     seen = page.inner_text(".search .progress p")
     page.wait_for_timeout(1_000)
@@ -397,12 +397,28 @@ def test_every_control_has_a_name_and_a_place_in_the_order_of_tabs(page):
             .map(each => each.outerHTML)"""
     )
     assert not nameless
-    assert not page.evaluate("document.querySelectorAll('[tabindex]:not([tabindex=\"0\"])').length")
+    assert page.evaluate("[...document.querySelectorAll('[tabindex]')].every(each => each.tabIndex <= 0)")
     doubled = page.evaluate(
         """(ids => ids.filter((id, i) => ids.indexOf(id) < i))(
             [...document.querySelectorAll('[id]')].map(each => each.id))"""
     )
     assert not doubled
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_meets_the_rules_of_axe(browser, url, scheme):
+    """Names, roles, contrasts and landmarks, of two plans with every card open."""
+    rules = (WEB / "node_modules" / "axe-core" / "axe.min.js").read_text()
+    page = browser.new_page(color_scheme=scheme)
+    page.goto(f"{url}#{'|'.join(map(urlencode, [PLANS[3], PLANS[10]]))}")
+    page.wait_for_selector("html[data-ready]", timeout=90_000)
+    settles(page)
+    page.click("#search")
+    page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
+    page.wait_for_function("document.querySelectorAll('.view pre').length === 2")
+    page.evaluate(rules)
+    assert page.evaluate("axe.run().then(found => found.violations.map(each => [each.id, each.help]))") == []
+    page.close()
 
 
 def test_the_page_is_small(url):

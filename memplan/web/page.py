@@ -40,6 +40,7 @@ from memplan.tables import (
 from memplan.timetable import timetable
 from memplan.version import version
 from memplan.web.searching import VARIED, Searching
+from memplan.web.timeline import timeline
 
 Question = Mapping[str, str]
 """A plan as texts by name."""
@@ -59,14 +60,14 @@ EXAMPLE: Final[Question] = {
 }
 """The plan that the page opens with."""
 
-SHOWN_ROUNDS: Final = 2, 4
+SCHEDULE_ROUNDS: Final = 2, 4
 """The least and the most micro-batches for each stage in the picture of a schedule."""
 
 BETWEEN_S: Final = 0.15
 """Seconds between two answers of a search."""
 
-SHOWN_PASSES: Final = 3000
-"""Passes in the picture of a schedule, about."""
+MOST_SHOWN: Final = 48
+"""Micro-batches in a picture, unless the pipeline has more stages."""
 
 
 LAST_STOP: Final = 8
@@ -271,7 +272,7 @@ def _stops(n_gpus: int, engine: str) -> Iterator[tuple[str, list[int]]]:
 def held(question: Question) -> Answer:
     """What a GPU holds with the allocator's part, and the verdict on it."""
     found = _of(question)
-    interval = None if found.over_bytes else found.device_bytes
+    interval = found.device_bytes
     return {
         "verdict": found.verdict,
         "device_bytes": None if interval is None else list(interval),
@@ -297,15 +298,21 @@ def ledger(question: Question) -> Answer:
 
 
 def schedule(question: Question) -> Answer:
-    """Every pass of every pipeline rank, of at most `SHOWN_ROUNDS` micro-batches for each stage."""
+    """Every pass of every pipeline rank, of the first micro-batches."""
     found = _of(question)
     plan = found.plan
-    least, most = (rounds * plan.n_stages for rounds in SHOWN_ROUNDS)
-    shown = min(plan.n_micro_batches, max(least, min(most, SHOWN_PASSES // plan.n_stages)))
+    least, most = (rounds * plan.n_stages for rounds in SCHEDULE_ROUNDS)
+    shown = min(plan.n_micro_batches, max(least, min(most, MOST_SHOWN)))
     if shown < plan.n_micro_batches:
         found = _of({**question, "global_batch": str(plan.batch_of(shown))})
     passes = [(p.rank, p.stage, p.part, p.micro_batch, p.start_s, p.stop_s) for p in timetable(found)]
     return {"passes": passes, "shown": shown, "n_micro_batches": plan.n_micro_batches}
+
+
+def step(question: Question) -> Answer:
+    """The bytes of the stage that holds most over a step, by kind."""
+    of = _of(question).worst
+    return {"phases": [phase._asdict() for phase in timeline(of)], "stage": of.stage}
 
 
 def export(question: Question, to: str) -> Answer:
@@ -321,7 +328,7 @@ def compared(a: Question, b: Question) -> Answer:
 
 CALLS: Final[Mapping[str, Callable[..., Answer]]] = {
     each.__name__: each
-    for each in (form, keep, stops, answer, held, others, text, ledger, schedule, export, compared)
+    for each in (form, keep, stops, answer, held, others, text, ledger, schedule, step, export, compared)
 }
 """What the page may call, by name."""
 

@@ -30,7 +30,9 @@ function shipped(): Plugin {
 
 export default defineConfig({
   base: "./",
-  build: { target: "es2022", assetsInlineLimit: 0, modulePreload: { polyfill: false }, chunkSizeWarningLimit: 400 },
+  build: { target: "es2022", assetsInlineLimit: 0, modulePreload: { polyfill: false }, chunkSizeWarningLimit: 400,
+    rolldownOptions: { output: { codeSplitting: { groups: [{ name: "plot", test: /node_modules/ }] } } },
+  },
   worker: { format: "es" },
   plugins: [shipped()],
 });

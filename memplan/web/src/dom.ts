@@ -60,3 +60,6 @@ export async function copy(button: HTMLElement, text: string): Promise<void> {
   }
   setTimeout(() => (button.textContent = label), 1500);
 }
+
+/** Settles when nothing has moved for a moment, if whoever waits checks that it is still wanted. */
+export const pause = (): Promise<void> => new Promise((resolve) => setTimeout(resolve, 100));

@@ -1,6 +1,6 @@
 /** The page: a form, one plan or two beside each other, and Python in workers. */
 import described from "../build/form.json";
-import { copy, h } from "./dom";
+import { copy, h, pause } from "./dom";
 import { Form } from "./form";
 import { Python, Refused } from "./python";
 import { Search } from "./search";
@@ -25,7 +25,7 @@ const files = new Map<string, string>();
 const quick = new Python();
 let slow: Python | null = null;
 const allocating = quick.ready.then(() => (slow = started())); // replays take seconds: they have their own Python
-const views = NAMES.map((_, i) => new View(() => slow ?? quick, () => (plans.length > 1 ? `Plan ${NAMES[i]}` : "")));
+const views = NAMES.map((_, i) => new View(i, quick, () => slow ?? quick, FIRST.kinds, () => (plans.length > 1 ? `Plan ${NAMES[i]}` : "")));
 const form = new Form(FIRST, $("plan"), (question, settled) => change(question, settled), (file) => void open(file));
 
 // --- State ------------------------------------------------------------------------------------------------
@@ -91,6 +91,7 @@ function ask(i: number): void {
   const view = views[i]!;
   view.expect();
   if (i === edited) stops(question);
+  void compare();
   if (!quick.isReady) {
     if (JSON.stringify(question) === JSON.stringify(FIRST.example)) return show(i, FIRST.answer, FIRST.held);
     if (!answers[i]) view.wait("Python is starting in this browser …");
@@ -119,11 +120,11 @@ function stops({ cluster = "", engine = "" }: Question): void {
   quick.latest("stops", "stops", { ...(cluster && { cluster }), ...(engine && { engine }) }).then((found) => form.stop(found), () => {});
 }
 
-const pause = () => new Promise((resolve) => setTimeout(resolve, 100));
-
 function show(i: number, answer: Answer, held: Held | null): void {
   answers[i] = answer;
   const { config: _, ...question } = plans[i]!;
+  const longest_s = Math.max(...answers.slice(0, plans.length).map((each) => each?.step_s ?? 0));
+  views.forEach((view) => view.scale(longest_s));
   views[i]!.answer(question, answer, held);
   if (i === edited) form.show(question, answer);
   if (held) say(i, held.finding, held.verdict ?? "");
@@ -148,11 +149,11 @@ function say(i: number, text: string, verdict: string): void {
 
 // --- Two plans --------------------------------------------------------------------------------------------
 
+const compared = h("details", { class: "card", ontoggle: () => void compare() }, h("summary", {}, "Which is better, and why"), h("pre", { tabindex: 0 }));
+
 function layout(): void {
   const two = plans.length > 1;
   const tabs = NAMES.map((name, i) => h("button", { type: "button", "aria-pressed": String(i === edited), onclick: () => edit(i) }, `Edit plan ${name}`));
-  const compared = h("details", { class: "card" }, h("summary", {}, "Which is better, and why"));
-  compared.addEventListener("toggle", () => compared.open && void comparison(compared));
   $("found").replaceChildren(
     search.element,
     ...(two ? [h("div", { class: "segments", role: "group", "aria-label": "the plan that the form edits" }, ...tabs), compared] : []),
@@ -162,21 +163,20 @@ function layout(): void {
   document.body.classList.toggle("two", two);
 }
 
-async function comparison(card: HTMLDetailsElement): Promise<void> {
-  const content = card.querySelector("pre") ?? card.appendChild(h("pre", { tabindex: 0 }));
+/** Which plan is better, in the package's words; asked for anew whenever a plan changes. */
+async function compare(): Promise<void> {
+  if (!compared.open || plans.length < 2) return;
+  const content = compared.querySelector("pre")!;
   content.textContent = "…";
-  try {
-    content.textContent = (await (slow ?? quick).call("compared", plans[0]!, plans[1]!)).text;
-  } catch (error) {
-    content.textContent = (error as Error).message;
-  }
+  const [a, b] = plans.map(({ config: _, ...question }) => question) as [Question, Question];
+  const said = await (await allocating).latest("compared", "compared", a, b).then(({ text }) => text, (error: Error) => error.message);
+  content.textContent = said;
 }
 
 function edit(i: number): void {
   edited = i;
   layout();
   form.show(plans[i]!, answers[i] ?? null);
-  views.forEach((view) => view.draw());
 }
 
 $("beside").addEventListener("click", () => {
@@ -204,6 +204,7 @@ $("link").addEventListener("click", (event) => {
   history.replaceState(null, "", written(plans));
   void copy(event.currentTarget as HTMLElement, location.href);
 });
+$("skip").addEventListener("click", () => $("found").focus());
 addEventListener("hashchange", restore);
 addEventListener("dragover", (event) => event.preventDefault());
 window.addEventListener("drop", (event) => {
@@ -211,11 +212,10 @@ window.addEventListener("drop", (event) => {
   const [file] = event.dataTransfer?.files ?? [];
   if (file) void open(file);
 });
-let width = innerWidth;
+let resizing: ReturnType<typeof setTimeout>;
 addEventListener("resize", () => {
-  if (width === innerWidth) return; // a phone's keyboard changes the height only
-  width = innerWidth;
-  views.forEach((view) => view.draw());
+  clearTimeout(resizing);
+  resizing = setTimeout(() => views.forEach((view) => view.resized()), 150);
 });
 
 $("about").append(

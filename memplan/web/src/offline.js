@@ -24,7 +24,8 @@ self.addEventListener("fetch", (event) => {
   if (event.request.method !== "GET" || new URL(event.request.url).origin !== self.location.origin) return;
   event.respondWith(
     caches.open(VERSION).then(async (cache) => {
-      const found = await cache.match(event.request, { ignoreSearch: true });
+      const asked = event.request.mode === "navigate" ? "./" : event.request;
+      const found = await cache.match(asked, { ignoreSearch: true });
       return found ?? fetch(event.request);
     }),
   );

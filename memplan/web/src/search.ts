@@ -21,7 +21,7 @@ export class Search {
     this.boxes = varied.map((name) => h("input", { type: "checkbox", value: name, checked: true, id: `vary-${name}` }));
     this.bar.hidden = true;
     this.element.append(
-      h("h3", {}, "Find the best plan"),
+      h("h2", {}, "Find the best plan"),
       h("p", { class: "about" }, "The fastest that fits, of all plans of this job that differ in these fields. The others stay as they are in the form."),
       h("div", { class: "vary", role: "group", "aria-label": "fields that are varied" }, ...this.boxes.map((box) => h("label", {}, box, box.value))),
       h("div", { class: "progress" }, this.button, this.bar, this.said), this.found,
@@ -78,7 +78,8 @@ export class Search {
     const seen = found.done ? `${whole(found.n_plans)} plans` : `${whole(found.n_seen)} of ${whole(found.n_plans)} plans`;
     this.said.textContent = `${seen}: ${whole(found.n_within)} within the budget by what they allocate, ${whole(found.n_beyond)} beyond it, ${whole(found.n_refused)} refused.`;
     const names = Object.keys(found.best[0]?.values ?? {}).filter((name) => !["pp", "tp", "dp_replicate"].includes(name));
-    fill(this.found, found.best.length > 0 && table(["", "mesh", ...names, "tokens", "a step", "tensors", "verdict"], 2 + names.length, found.best.map((each) => this.row(each, names))));
+    const columns = ["", "mesh", ...names, "tokens", "a step", "tensors", "verdict"];
+    fill(this.found, found.best.length > 0 && table("Plans found", columns, [0, 1, 2].map((i) => 2 + names.length + i), found.best.map((each) => this.row(each, names))));
   }
 
   private row(best: Best, names: string[]): (string | Node)[] {

@@ -114,6 +114,9 @@ export type Best = {
   tokens_per_s_per_gpu: number | null;
 };
 
+/** A phase of a step: the bytes of each kind at its points, in the order of `Form.kinds`. */
+export type Phase = { name: "forward" | "backward" | "optimizer"; points: number[][] };
+
 export type Calls = {
   keep(name: string, text: string): { model: string };
   stops(question: Question): Stops;
@@ -123,6 +126,7 @@ export type Calls = {
   text(question: Question): { text: string };
   ledger(question: Question): { stage: number; when: string; rows: Row[] };
   schedule(question: Question): { passes: Pass[]; shown: number; n_micro_batches: number };
+  step(question: Question): { phases: Phase[]; stage: number };
   export(question: Question, to: string): { text: string; file: string; notes: string[] };
   compared(a: Question, b: Question): { text: string };
 };

@@ -1,7 +1,7 @@
 /** What the page shows of one plan. */
 import * as charts from "./charts";
-import { bytes, copies, fill, h, seconds, short, whole } from "./dom";
-import type { Answer, Collective, Held, Question, Row, Verdict } from "./types";
+import { bytes, copies, fill, h, pause, seconds, short, whole } from "./dom";
+import type { Answer, Calls, Collective, Held, Question, Row, Verdict } from "./types";
 import type { Python } from "./python";
 
 const MARKS: Record<Verdict, string> = { fits: "✓", "fits, tight": "≈", "cannot say": "?", "does not fit": "✕" };
@@ -14,8 +14,16 @@ export class View {
   private shown: Answer | null = null;
   private question: Question = {};
 
-  /** `python` answers what is asked for on demand; `title` names the plan where there are two. */
-  constructor(private python: () => Python, private title: () => string) {
+  private turn = 0;
+  private width = 0;
+  private longest_s = 0;
+  private heights = new Map<string, number>();
+
+  /**
+   * `quick` answers what a record says, `slow` what takes replays; `kinds` are the kinds of bytes in the package's order;
+   * `title` names the plan where there are two.
+   */
+  constructor(private slot: number, private quick: Python, private slow: () => Python, private kinds: string[], private title: () => string) {
     this.element.append(this.verdict, this.body);
   }
 
@@ -63,32 +71,50 @@ export class View {
       h("dl", { class: "tiles" }, ...tiles(answer)),
       h("p", { class: "exact" }, "Tensors at the worst instant: ", h("output", { class: "bytes" }, whole(answer.peak_bytes)), ` bytes, stage ${answer.worst}, in ${answer.when}.`),
       ...(held ? [h("p", { class: "reason" }, held.reason.replaceAll("\n", " "))] : []),
+      command(answer.command),
     );
   }
 
   /** Adds what other implementations' verdicts are. */
   disagree(sentences: string[]): void {
-    this.verdict.append(...sentences.map((each) => h("p", { class: "reason" }, each)));
+    this.verdict.querySelector(".command")?.before(...sentences.map((each) => h("p", { class: "reason" }, each)));
   }
 
-  /** Draws all cards anew, for the width that there is. */
-  draw(): void {
+  /** Draws all cards anew if the page has another width. */
+  resized(): void {
+    if (this.width !== this.element.clientWidth) this.draw();
+  }
+
+  /** Draws steps to the scale of the longest one, so that two plans can be compared. */
+  scale(longest_s: number): void {
+    if (longest_s === this.longest_s) return;
+    this.longest_s = longest_s;
+    if (this.shown) this.draw();
+  }
+
+  private draw(): void {
     const answer = this.shown;
     if (!answer) return;
-    const width = Math.max(280, this.element.clientWidth - 42);
-    const scroll = this.body.scrollTop;
+    this.turn++;
+    this.width = this.element.clientWidth;
+    const width = Math.max(280, this.width - 42);
     fill(
       this.body,
       card("Memory", answer.stages.length > 1 ? "at each stage's worst instant; figures: the stage that holds most" : `at the worst instant, in ${answer.when}`, charts.stages(answer, width)),
-      answer.time ? card("Time of a step", answer.time_label, charts.step(answer, width)) : card("Time of a step", "", h("p", {}, `No step time: ${answer.time_missing.join("; ")}.`)),
+      this.panel("Bytes over a step", () => this.step(answer, width), true),
+      answer.time ? card("Time of a step", answer.time_label, charts.step(answer, this.longest_s, width)) : card("Time of a step", "", h("p", {}, `No step time: ${answer.time_missing.join("; ")}.`)),
       answer.stages.length > 1 && answer.time ? this.panel("Schedule", () => this.schedule(width), true) : null,
-      answer.collectives.length ? card("Collectives", `of stage ${answer.busiest}, which sends most: ${bytes(answer.sent_bytes)} a step`, collectives(answer.collectives)) : null,
+      answer.collectives.length ? card("Collectives", `of stage ${answer.busiest}, which sends most: ${bytes(answer.sent_bytes)} a step`, collectives(this.named("Collectives"), answer.collectives)) : null,
       this.panel("Ledger: every tensor at the worst instant", () => this.ledger()),
-      this.panel("Run it: the command, and files for launchers", () => this.run(answer)),
+      answer.targets.length ? this.panel("Run it: files for launchers", () => this.run(answer)) : null,
       this.panel("All of it as text, as memplan estimate --details prints it", () => this.text()),
-      card("How far to trust it", "", h("p", {}, answer.trust), ...answer.notes.map((note) => h("p", {}, note)), h("p", { class: "muted" }, `Code: ${answer.model.code}. ${whole(answer.model.parameters)} parameters. ${answer.batch}.`)),
+      card("How far to trust it", "", h("p", {}, answer.trust), ...answer.notes.map((note) => h("p", {}, note)), h("p", { class: "about" }, `Code: ${answer.model.code}. ${whole(answer.model.parameters)} parameters. ${answer.batch}.`)),
     );
-    this.body.scrollTop = scroll;
+  }
+
+  /** A name that no other plan's table has. */
+  private named(title: string): string {
+    return [title, this.title()].filter(Boolean).join(", ");
   }
 
   private heading(): HTMLElement | null {
@@ -97,42 +123,64 @@ export class View {
 
   /** A card that asks for its content when it is first opened, and stays open for the next plan. */
   private panel(title: string, content: () => Promise<Node>, open = false): HTMLElement {
-    const inside = h("div", {}, h("p", { class: "muted" }, "…"));
-    const fill = () => content().then((found) => inside.replaceChildren(found), (error: Error) => inside.replaceChildren(h("p", { class: "error" }, error.message)));
-    const element: HTMLDetailsElement = h("details", { class: "card", open: this.panels.get(title) ?? open, ontoggle: () => {
-      if (element.open && !inside.dataset.filled) {
-        inside.dataset.filled = "yes";
-        void fill();
+    const inside = h("div", { style: `min-height:${this.heights.get(title) ?? 0}px` });
+    const turn = this.turn;
+    const fills = async () => {
+      await pause();
+      if (turn !== this.turn) return; // a newer plan is shown already
+      try {
+        fill(inside, await content());
+      } catch (error) {
+        fill(inside, h("p", { class: "error" }, (error as Error).message));
       }
+      inside.style.minHeight = "";
+      if (inside.clientHeight) this.heights.set(title, inside.clientHeight); // the next plan's starts as high
+    };
+    const element: HTMLDetailsElement = h("details", { class: "card", open: this.panels.get(title) ?? open, ontoggle: () => {
       this.panels.set(title, element.open);
+      if (element.open && !inside.dataset.asked) {
+        inside.dataset.asked = "yes";
+        void fills();
+      }
     } }, h("summary", {}, title), inside);
     return element;
   }
 
+  /** The answer to a call about this plan; a newer one replaces it. */
+  private latest<K extends "schedule" | "step" | "ledger" | "text">(python: Python, name: K) {
+    return python.latest(`${name} ${this.slot}`, name, ...([this.question] as Parameters<Calls[K]>));
+  }
+
+  private async step(answer: Answer, width: number): Promise<Node> {
+    const { phases, stage } = await this.latest(this.quick, "step");
+    const of = answer.stages.length > 1 ? `Stage ${stage}, which holds most. ` : "";
+    return h("div", {}, charts.timeline(phases, this.kinds, answer, width), h("p", { class: "about" },
+      `${of}In the order of allocations and frees, not to the scale of time; of many equal micro-batches the first and the last.`));
+  }
+
   private async schedule(width: number): Promise<Node> {
-    const { passes, shown, n_micro_batches } = await this.python().call("schedule", this.question);
+    const { passes, shown, n_micro_batches } = await this.latest(this.quick, "schedule");
     const of = shown < n_micro_batches ? `The first ${shown} micro-batches stand for all ${n_micro_batches}: the pipeline fills, turns and drains as shown.` : `All ${shown} micro-batches.`;
-    return h("div", {}, charts.schedule(passes, width), h("p", { class: "muted" }, of));
+    return h("div", {}, charts.schedule(passes, width), h("p", { class: "about" }, of));
   }
 
   private async ledger(): Promise<Node> {
-    const { stage, when, rows } = await this.python().call("ledger", this.question);
+    const { stage, when, rows } = await this.latest(this.quick, "ledger");
     const total = rows.reduce((sum, row) => sum + row.total_bytes, 0);
-    return h("div", {}, h("p", { class: "muted" }, `Stage ${stage}, in ${when}: ${whole(total)} bytes in ${rows.length} rows.`), ledgerTable(rows));
+    return h("div", {}, h("p", { class: "about" }, `Stage ${stage}, in ${when}: ${whole(total)} bytes in ${rows.length} rows.`), ledgerTable(this.named("Ledger"), rows));
   }
 
   private async text(): Promise<Node> {
-    const { text } = await this.python().call("text", this.question);
+    const { text } = await this.latest(this.slow(), "text");
     return h("div", {}, copies("Copy", () => text), h("pre", { tabindex: 0 }, text));
   }
 
   private async run(answer: Answer): Promise<Node> {
-    const command = answer.command;
     const file = h("div", { class: "file", "aria-live": "polite" });
     const buttons = answer.targets.map((to) => h("button", { type: "button", "aria-pressed": "false", onclick: async (event) => {
       for (const each of buttons) each.setAttribute("aria-pressed", String(each === event.currentTarget));
       try {
-        const found = await this.python().call("export", this.question, to);
+        const found = await this.quick.call("export", this.question, to);
         const url = `data:text/plain;charset=utf-8,${encodeURIComponent(found.text)}`;
         file.replaceChildren(h("p", {}, copies("Copy", () => found.text), " ", h("a", { href: url, download: found.file }, `Download ${found.file}`)),
           ...found.notes.map((note) => h("p", { class: "muted" }, note)), h("pre", { tabindex: 0 }, found.text));
@@ -140,10 +188,13 @@ export class View {
         file.replaceChildren(h("p", { class: "error" }, (error as Error).message));
       }
     } }, to));
-    return h("div", {},
-      command ? h("p", { class: "command" }, h("code", { tabindex: 0 }, command), copies("Copy", () => command)) : h("p", {}, "No command line can name this model or cluster."),
-      buttons.length ? h("div", { class: "segments", role: "group", "aria-label": "launchers" }, ...buttons) : null, file);
+    return h("div", {}, h("div", { class: "segments", role: "group", "aria-label": "launchers" }, ...buttons), file);
   }
+}
+
+function command(line: string | null): HTMLElement {
+  return line === null ? h("p", { class: "command" }, "No command line can name this model or cluster.")
+    : h("p", { class: "command" }, h("code", { tabindex: 0 }, line), copies("Copy", () => line));
 }
 
 function mark(sign: string | null, said: string): HTMLElement {
@@ -151,7 +202,7 @@ function mark(sign: string | null, said: string): HTMLElement {
 }
 
 function card(title: string, about: string, ...content: (Node | null)[]): HTMLElement {
-  return h("section", { class: "card" }, h("h3", {}, title), about ? h("p", { class: "about" }, about) : null, ...content);
+  return h("section", { class: "card" }, h("h2", {}, title), about ? h("p", { class: "about" }, about) : null, ...content);
 }
 
 function* tiles(answer: Answer): Generator<HTMLElement> {
@@ -177,20 +228,20 @@ function gauge(answer: Answer, held: Held | null): HTMLElement | null {
     h("i", { class: "budget", style: `left:${at(budget)}` }), h("i", { class: "usable", style: `left:${at(usable)}` }));
 }
 
-function collectives(rows: Collective[]): HTMLElement {
+function collectives(title: string, rows: Collective[]): HTMLElement {
   const sorted = [...rows].sort((a, b) => b.wire_bytes - a.wire_bytes);
-  return table(["collective", "axis", "what", "calls", "payload", "sent"], 3, sorted.map((c) =>
+  return table(title, ["collective", "axis", "what", "calls", "payload", "sent"], [3, 4, 5], sorted.map((c) =>
     [c.kind, c.axis, c.what, whole(c.calls), bytes(c.payload_bytes), c.wire_bytes ? bytes(c.wire_bytes) : "0"]));
 }
 
-function ledgerTable(rows: Row[]): HTMLElement {
-  return table(["kind", "name", "type", "shape", "count", "bytes each", "bytes"], 4, rows.map((row) =>
-    [row.kind, row.name, row.dtype, row.shape.join(" × ") || "scalar", whole(row.count), whole(row.each_bytes), whole(row.total_bytes)]));
+function ledgerTable(title: string, rows: Row[]): HTMLElement {
+  return table(title, ["bytes", "kind", "name", "type", "shape", "count", "bytes each"], [0, 5, 6], rows.map((row) =>
+    [whole(row.total_bytes), row.kind, row.name, row.dtype, row.shape.join(" × ") || "scalar", whole(row.count), whole(row.each_bytes)]));
 }
 
-/** A table whose columns from `right` on are figures. */
-export function table(names: string[], right: number, rows: (string | Node)[][]): HTMLElement {
-  const cells = (tag: "td" | "th", row: (string | Node)[]) => row.map((cell, i) => h(tag, { class: i >= right ? "figure" : null, scope: tag === "th" ? "col" : null }, cell));
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": names.join(", ") },
+/** A table; `figures` are the columns of figures. */
+export function table(title: string, names: string[], figures: number[], rows: (string | Node)[][]): HTMLElement {
+  const cells = (tag: "td" | "th", row: (string | Node)[]) => row.map((cell, i) => h(tag, { class: figures.includes(i) ? "figure" : null, scope: tag === "th" ? "col" : null }, cell));
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title },
     h("table", {}, h("thead", {}, h("tr", {}, ...cells("th", names))), h("tbody", {}, ...rows.map((row) => h("tr", {}, ...cells("td", row))))));
 }
