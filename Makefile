@@ -16,7 +16,7 @@ help:
 	@echo "make nogpu      a CUDA build of PyTorch (5 GB) beside .venv, and plans run on an H100 that is not there"
 	@echo "make test       linters, types, imports, every test"
 	@echo "make lint       linters, types, imports"
-	@echo "make wheel      the wheel, installed in an empty environment"
+	@echo "make wheel      the wheel, checked and installed in an empty environment"
 	@echo "make web        the planner as a page: memplan/web/dist, for any file server (needs node and npm)"
 	@echo "make web-test   the page in Chromium: its bytes, its errors, its sizes"
 	@echo "make fuzz       100,000 hostile inputs for every reader and command (about ten minutes)"
@@ -67,6 +67,8 @@ lint: $(READY)
 wheel: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
 	$(PYTHON) -m venv --clear $(EMPTY)
 	$(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[cli]"
 	cd / && $(CURDIR)/$(EMPTY)/bin/memplan estimate gpt2 --cluster 8xh100-sxm --zero 3 --ledger

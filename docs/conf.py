@@ -93,13 +93,19 @@ class Run(SphinxDirective):
         return [nodes.literal_block(text, text, language="console")]
 
     def _shown(self, output: str) -> str:
-        """The output, or its paragraphs that are to be shown."""
+        """The output, or its paragraphs that are to be shown, with `...` for those between."""
         starts = [start.strip() for start in self.options.get("shows", "").split("|") if start.strip()]
+        if not starts:
+            return output
+        shown, last = [], -1
         paragraphs = output.split("\n\n")
-        found = [next((p for p in paragraphs if p.lstrip().startswith(start)), None) for start in starts]
-        if None in found:
-            raise self.error(f"no paragraph begins with {starts[found.index(None)]!r}:\n{output}")
-        return "\n\n".join([f"...\n\n{each}" for each in found if each]) if starts else output
+        for start in starts:
+            place = next((i for i, each in enumerate(paragraphs) if each.lstrip().startswith(start)), None)
+            if place is None:
+                raise self.error(f"no paragraph begins with {start!r}:\n{output}")
+            shown += ["..."] * (place > last + 1) + [paragraphs[place]]
+            last = place
+        return "\n\n".join(shown)
 
 
 PLANNER = ROOT / "memplan" / "web" / "dist"

@@ -12,9 +12,17 @@ from tests.notebooks import NOTEBOOKS, executed
 MOST_S = 60
 """Seconds of the processor that a notebook may take."""
 
+PLUMBING = "remove-cell"
+"""The tag of a cell of imports and settings, which the documentation leaves out."""
+
+WIDEST = 100
+"""Characters of the longest line of code."""
+
 
 def code_cells(notebook):
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+    """All cells of code but for the plumbing, which shows nothing."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [cell for cell in cells if PLUMBING not in cell.metadata.get("tags", ())]
 
 
 def texts(cell):
@@ -62,6 +70,30 @@ def test_every_picture_is_committed_once(committed):
     for cell in code_cells(committed):
         pictures = [o for o in cell.outputs if "image/png" in o.get("data", {})]
         assert len(pictures) <= 1, cell.source
+
+
+def test_a_notebook_opens_with_a_question_and_ends_with_an_exercise_and_its_answer(committed):
+    first, *_, exercise, computed, answer = committed.cells
+    title, question = first.source.splitlines()[0], re.search(r"\*\*[^*]+\?\*\*", first.source)
+    assert title.startswith("# ")
+    assert title.endswith("?")
+    assert question, "no question in bold"
+    assert exercise.source.startswith("## Exercise\n")
+    assert computed.metadata["tags"] == ["hide-cell"]
+    assert answer.cell_type == "markdown"
+
+
+def test_a_formula_stands_beside_the_pictures(committed):
+    prose = "\n".join(cell.source for cell in committed.cells if cell.cell_type == "markdown")
+    assert re.search(r"^\$\$ .+ \$\$$", prose, re.MULTILINE), "no formula"
+
+
+def test_code_is_narrow_and_its_plumbing_stands_apart(committed):
+    plumbing, *others = [cell for cell in committed.cells if cell.cell_type == "code"]
+    assert plumbing.metadata["tags"] == [PLUMBING]
+    for cell in others:
+        assert not re.search(r"^(import|from|%)", cell.source, re.MULTILINE), cell.source
+        assert max(map(len, cell.source.splitlines())) <= WIDEST, cell.source
 
 
 def test_notebooks_define_nothing_and_name_no_machine(committed):

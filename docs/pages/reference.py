@@ -1,6 +1,7 @@
 """Reference pages, from the package's own tables, docstrings and commands."""
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any, Final
 
 import memplan
@@ -126,18 +127,17 @@ def values_of(field: Field) -> str:
 
 
 def fields_table(fields: Mapping[str, Field], defaults: Mapping[str, Any]) -> str:
-    """One row for each field: keyword, flag, values, default, meaning."""
+    """One row for each field: keyword, values, default, meaning."""
     rows = [
         (
             code(name),
-            code("--" + name.replace("_", "-")),
             values_of(field),
-            "" if defaults[name] is None else code(repr(defaults[name])),
+            "" if defaults[name] in (None, "") else code(defaults[name]),
             plain(field.help),
         )
         for name, field in fields.items()
     ]
-    return table(("keyword", "flag", "values", "default", "meaning"), rows)
+    return table(("keyword", "values", "default", "meaning"), rows)
 
 
 def defaults_of(kind: Any) -> dict[str, Any]:
@@ -147,6 +147,7 @@ def defaults_of(kind: Any) -> dict[str, Any]:
 
 def plan_page() -> str:
     """A plan's fields, precisions, schedules, and what is not modelled yet."""
+    asked = {name: each.default for name, each in signature(memplan.estimate).parameters.items()}
     axes = [(code(axis), plain(AXES.named(axis).text)) for axis in AXES.own]
     axes += [(code(name), plain(view.text)) for name, view in VIEWS.items()]
     kinds = ("stored", "compute", "gather", "reduce", "accumulate")
@@ -171,10 +172,10 @@ def plan_page() -> str:
     missing = [(plain(row.what), plain(f"It {row.change}."), plain(f"{row.meanwhile}.")) for row in ROWS]
     return f"""# A plan's fields
 
-Each field is a keyword of `memplan.estimate` and a flag of `memplan estimate`. [What options
-mean](options.md) says more.
+Each field is a keyword of `memplan.estimate`, and with dashes a flag of `memplan estimate`: `micro_batch=2`
+is `--micro-batch 2`. [What options mean](options.md) says more.
 
-{fields_table(FIELDS, defaults_of(memplan.Plan))}
+{fields_table(FIELDS, asked)}
 
 ## Axes of the mesh
 

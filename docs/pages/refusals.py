@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from memplan.mesh import AXES, VIEWS
 from pages.markdown import plain, table
 from pages.records import ROOT, records_of
 
@@ -46,8 +47,8 @@ def refusals_page() -> str:
                 "\n: ".join(
                     [
                         plain(_capital(kind)),
-                        *([f"{plain(_capital(says))}."] if says != kind.rstrip(".") else []),
-                        *([f"*Way out:* {plain(way_out)}"] if way_out else []),
+                        *([f"{plain(_capital(says))}."] if not way_out or says != kind.rstrip(".") else []),
+                        *([f"*Way out:* {plain(way_out)}."] if way_out else []),
                     ]
                 )
                 for kind, (says, way_out) in rows.items()
@@ -74,8 +75,10 @@ Plans that memplan refuses, run on CPU ranks all the same (`data/measurements/re
 
 def _capital(text: str) -> str:
     """A sentence with a capital letter, unless a field's name begins it."""
-    first = text.partition(" ")[0]
-    return text if re.search(r"[=_⟨…]|^[a-z]?[a-z]$", first) else text[:1].upper() + text[1:]
+    first = text.partition(" ")[0].rstrip(":")
+    return (
+        text if first in (*AXES.own, *VIEWS) or re.search(r"[=_⟨…]", first) else text[:1].upper() + text[1:]
+    )
 
 
 def _run_anyway() -> Iterator[tuple[str, str, str]]:
@@ -89,7 +92,7 @@ def _said(text: str) -> tuple[str, str]:
     if not cuts:
         return text.rstrip("."), ""
     cut = cuts[0]
-    return text[: cut.start()].rstrip("."), text[cut.end() :]
+    return text[: cut.start()].rstrip("."), text[cut.end() :].rstrip(".")
 
 
 def refusals_of(path: Path) -> Iterator[tuple[str, str]]:
@@ -129,6 +132,6 @@ def template(node: ast.expr, named: Mapping[str, ast.expr]) -> str:
         case ast.FormattedValue(value=ast.Constant(value=value)):
             return str(value)
         case ast.FormattedValue(value=ast.Name(id=name) | ast.Attribute(attr=name)):
-            return f"⟨{name.replace('_', ' ').strip()}⟩"
+            return f"⟨{name.replace('_', ' ').strip().lower()}⟩"
         case _:
             return "…"
