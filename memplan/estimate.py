@@ -8,6 +8,7 @@ from functools import cached_property
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any, Unpack, cast, get_args
 
+from memplan.adapters import ALL_LINEAR, Quantized
 from memplan.allocator import AllocatorConfig, OutOfMemory
 from memplan.checks import LARGEST_CLUSTER, checked_choice, checked_count
 from memplan.device import CPU, H100, Device, DeviceType
@@ -669,6 +670,12 @@ def estimate(
     offload: bool = False,
     clip_grad_norm: float | None = None,
     loss_chunks: int = 1,
+    lora_rank: int | None = None,
+    lora_targets: str | Sequence[str] = ALL_LINEAR,
+    lora_dropout: float | None = None,
+    use_dora: bool = False,
+    modules_to_save: str | Sequence[str] = "",
+    quantize: Quantized = "none",
     engine: str = "torch",
     deepspeed: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     gpus_per_node: int | None = None,
@@ -713,6 +720,15 @@ def estimate(
         offload: weights, gradients and optimizer state are kept on the host (FSDP).
         clip_grad_norm: the largest norm of the whole gradient; left out, not clipped.
         loss_chunks: pieces of the sequence whose cross-entropy is computed one after the other.
+        lora_rank: train LoRA adapters of this rank, as PEFT does, beside the frozen weights of a model of
+            transformers; these are in the type of products. Left out, all weights are trained.
+        lora_targets: the modules with adapters, PEFT's `target_modules`: names, or "all-linear".
+        lora_dropout: dropout before the adapters; left out, none.
+        use_dora: DoRA, adapters with magnitudes.
+        modules_to_save: modules that are trained whole beside the adapters, as "embed_tokens,lm_head".
+        quantize: how the frozen weights of linears are held, but for the head's: "none", "nf4"
+            (bitsandbytes), or "nf4-double", whose scales are quantized too. Under "bf16-mixed" all other
+            weights are in float32 then (`prepare_model_for_kbit_training`), under "bf16" in bfloat16.
         engine: "torch"; "deepspeed": DeepSpeed's ZeRO-0 to 3; "megatron": Megatron-Core; "textbook": the
             papers' closed forms, for teaching, which give no verdict; or one of another package's.
         deepspeed: a DeepSpeed configuration, as a dict or the path of its JSON: the options of
@@ -781,16 +797,10 @@ def estimate(
     named: dict[str, Any] = locals()
     asked = {name: value for name, value in named.items() if name in FIELDS}
     cluster = resolve_cluster(cluster, **cast(ClusterChanges, {name: named[name] for name in CHANGES}))
-    kernels = device or device_of(cluster).type
-    if example_inputs is not None:
-        model = {"module": model, "example_inputs": example_inputs, "targets": targets, "loss": loss}
-    degrees = {name: asked[name] for name in DIVIDING}
-    mesh = with_several(**{n: checked_count(n, k, most=LARGEST_CLUSTER) for n, k in degrees.items()})
-    model = resolve(model, implementation, kernels, precisions=(precision,), cache=cache, mesh=mesh)
+    model = _resolved(named, device or device_of(cluster).type)
     if dp is None:
         asked["dp"] = _dp_left(cluster, asked | options)
     asked["global_batch"] = 0 if global_batch is None else checked_count("global_batch", global_batch)
-    asked["seq_len"] = seq_len
     if seq_len is None:
         asked["seq_len"] = model.usual_seq_len
         model = replace(model, remarks=(*model.remarks, *model.usual_seq_len_said))
@@ -798,6 +808,23 @@ def estimate(
     if deepspeed is not None:
         told = _with_configuration(deepspeed, model, told)
     return estimate_plan(model, plan_of(**told), cluster, device)
+
+
+def _resolved(named: Mapping[str, Any], kernels: DeviceType) -> Model:
+    """The model that `estimate` was given, by its arguments; traced with these kernels, if it has to be."""
+    model, known = named["model"], {name: named[name] for name in ("targets", "loss")}
+    if named["example_inputs"] is not None:
+        model = {"module": model, "example_inputs": named["example_inputs"], **known}
+    degrees = {name: checked_count(name, named[name], most=LARGEST_CLUSTER) for name in DIVIDING}
+    return resolve(
+        model,
+        named["implementation"],
+        kernels,
+        precisions=(named["precision"],),
+        cache=named["cache"],
+        mesh=with_several(**degrees),
+        adapted=named["lora_rank"] is not None,
+    )
 
 
 def _with_configuration(

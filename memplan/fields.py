@@ -154,6 +154,20 @@ class Name(Field):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Names(Field):
+    """Several names, each once, as a text with commas between them; a sequence of names becomes that."""
+
+    def _checked(self, name: str, value: object) -> str:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
+            raise InvalidValue(
+                f"{name}={shown_value(value)} is not allowed; use names, as 'q_proj,v_proj', or a list."
+            )
+        return ",".join(dict.fromkeys(filter(None, [part.strip() for part in parts])))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting(Field):
     """A text that a function reads, and writes in one way; it raises InvalidValue for another text."""
 

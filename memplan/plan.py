@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+from memplan.adapters import ALL_LINEAR, QUANTIZED, Adapters, Quantized
 from memplan.checks import LARGEST_CLUSTER
-from memplan.errors import PlanRefused, divisors_text
+from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.fields import (
     Choice,
     Count,
@@ -14,6 +15,7 @@ from memplan.fields import (
     Field,
     Flag,
     Name,
+    Names,
     Number,
     Registered,
     described,
@@ -156,6 +158,35 @@ class Plan:
     loss_chunks: int = described(
         1, Count("Pieces of the sequence whose loss is computed in turn", word="chunks")
     )
+    lora_rank: int | None = described(
+        None,
+        Count(
+            "Train LoRA adapters of this rank, by PEFT, beside frozen weights",
+            left_out="all weights are trained",
+            optional=True,
+            word="lora",
+        ),
+    )
+    lora_targets: str = described(
+        ALL_LINEAR,
+        Names("Modules that have adapters, as PEFT's target_modules: names, or all-linear", word="targets"),
+    )
+    lora_dropout: float | None = described(
+        None, Number("Dropout before the adapters", left_out="none", optional=True, word="lora-dropout")
+    )
+    use_dora: bool = described(False, Flag("DoRA: adapters with magnitudes", word="dora"))
+    modules_to_save: str = described(
+        "", Names("Modules that are trained whole beside the adapters", left_out="none", word="saved")
+    )
+    quantize: Quantized = described(
+        "none",
+        Choice(
+            "Hold the frozen weights of linears as bitsandbytes does: nf4 in 4 bits, nf4-double with their "
+            "scales quantized too",
+            choices=QUANTIZED,
+            word="quantize",
+        ),
+    )
     engine: str = described(
         "torch",
         Name(
@@ -245,6 +276,20 @@ class Plan:
         return self.formats.autocast or (self.mixed and not self.fsdp)
 
     @property
+    def adapters(self) -> Adapters | None:
+        """What is trained beside frozen weights; None: all weights are."""
+        if self.lora_rank is None:
+            return None
+        return Adapters(
+            rank=self.lora_rank,
+            targets=self.lora_targets,
+            dropout=self.lora_dropout or 0.0,
+            dora=self.use_dora,
+            saved=self.modules_to_save,
+            quantize=self.quantize,
+        )
+
+    @property
     def formats(self) -> Precision:
         """The number formats of its precision."""
         return PRECISIONS.named(self.precision)
@@ -298,6 +343,10 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "Batch": ("micro_batch", "global_batch", "seq_len"),
     "Memory saving": ("recompute", "recompute_blocks", "offload", "loss_chunks"),
+    "Adapters": (
+        *("lora_rank", "lora_targets", "lora_dropout", "use_dora"),
+        *("modules_to_save", "quantize"),
+    ),
     "Numbers": ("precision", "optimizer", "clip_grad_norm"),
     "Engine": ("engine",),
 }
@@ -378,6 +427,37 @@ def _check_options(plan: Plan) -> None:
         )
 
 
+ADAPTER_FIELDS: Final = ("lora_targets", "lora_dropout", "use_dora", "modules_to_save", "quantize")
+"""The fields that say how adapters are trained."""
+
+
+def _check_adapters(plan: Plan) -> None:
+    """Raise for options of adapters without any, or for some that contradict each other."""
+    for name in ADAPTER_FIELDS if plan.lora_rank is None else ():
+        value = getattr(plan, name)
+        if value != Plan.__dataclass_fields__[name].default:
+            raise PlanRefused(
+                f"{name}={value!r} is of LoRA, and no adapters are trained; use lora_rank=16, say, or leave "
+                f"{name} out.",
+                kind="options of LoRA without adapters",
+            )
+    if plan.lora_dropout is not None and plan.lora_dropout >= 1:
+        raise PlanRefused(
+            f"lora_dropout={plan.lora_dropout:g} drops everything; use a number below 1.",
+            kind="lora_dropout of 1 or more",
+        )
+    if plan.use_dora and plan.quantize != "none":
+        raise MissingRule(
+            f"use_dora=True with quantize={plan.quantize!r} has no rule yet; leave one of them out.",
+            kind="DoRA of quantized weights",
+        )
+    if plan.lora_rank is not None and not plan.lora_targets:
+        raise PlanRefused(
+            "lora_targets='' names no module; use all-linear, or names, as q_proj,v_proj.",
+            kind="LoRA without target modules",
+        )
+
+
 PLAN_RULES: Final[tuple[Callable[[Plan], None], ...]] = (
     _check_world,
     _check_batch,
@@ -385,6 +465,7 @@ PLAN_RULES: Final[tuple[Callable[[Plan], None], ...]] = (
     _check_replicas,
     _check_experts,
     _check_options,
+    _check_adapters,
 )
 """The checks of every plan, in order."""
 

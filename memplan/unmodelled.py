@@ -60,20 +60,13 @@ ROWS: Final = (
         keywords="async_tp async_tensor_parallel tp_comm_overlap",
     ),
     NotModelled(
-        "LoRA as an option",
-        "would freeze the model and train adapters, which alone have gradients and optimizer state",
-        "trace the module with its adapters in place (package.module:factory, or memplan.trace): frozen "
-        "weights are planned as such",
-        keywords="lora lora_rank lora_r lora_alpha lora_dropout lora_target_modules peft",
-    ),
-    NotModelled(
-        "weights in 4 or 8 bits (QLoRA)",
-        "would hold frozen weights in a quarter or half of 16 bits, and unpack those of a layer for its "
-        "products",
-        "plan the same module with its weights in bfloat16, which hold more",
-        keywords="qlora load_in_4bit load_in_8bit quantization quantize",
+        "a frozen weight in 8 bits, or in 4 by other rules than nf4's",
+        "would be held in a half or a quarter of 16 bits, with scales of its own",
+        "use quantize='nf4' with lora_rank, or weights in bfloat16, which hold more",
+        keywords="load_in_8bit",
         values={
             "precision": "int8 int4 nf4 8bit 4bit",
+            "quantize": "int8 fp4 mxfp4 gptq awq hqq",
         },
     ),
     NotModelled(

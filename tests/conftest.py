@@ -1,14 +1,18 @@
-"""What holds for all tests: records are checked, traces are kept nowhere, and the garbage collector is tamed.
+"""What holds for all tests: records are checked, the garbage collector is tamed, and traces are kept nowhere.
+
+But for those of models with adapters that records on file need, which come with the project.
 
 The parametrised tests are millions of objects that are kept to the end.
 """
 
 import gc
+from functools import partial
 
 import pytest
 
 from memplan.engines import base
 from memplan.tracing import cache
+from validate.adapted import on_file
 
 
 def pytest_configure() -> None:
@@ -19,8 +23,9 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def cache_entry(monkeypatch):
-    """Every trace is made anew, and kept nowhere; what names the entries, for a test of the cache."""
+    """Every trace is on file, or made anew and kept nowhere; what names entries, for a test of the cache."""
     named = cache._entry
+    monkeypatch.setattr(cache, "_traced", partial(on_file, traced=cache._traced))
     monkeypatch.setattr(cache, "_entry", lambda *_: None)
     return named
 

@@ -18,8 +18,8 @@ def found():
     return list(alternatives(model, where, plan_of(global_batch=8, seq_len=8192)))
 
 
-def test_offload_and_more_gpus_are_named_and_fit(found):
-    assert [change for change, _ in found] == ["offload to the host", "32 GPUs"]
+def test_offload_more_gpus_and_adapters_are_named_and_fit(found):
+    assert [change for change, _ in found] == ["offload to the host", "32 GPUs", "LoRA of rank 16"]
     for _, estimate in found:
         assert estimate.fits
         assert (
@@ -85,6 +85,13 @@ def test_a_command_that_finds_no_plan_says_what_would_fit(command):
     assert text in printed.output
     assert "What would fit" in text
     assert max(map(len, printed.output.splitlines())) <= 80
+
+
+def test_weights_that_fit_in_four_bits_alone_are_proposed_so():
+    model, where = resolve("qwen3-14b"), cluster("1xrtx-4090")
+    *_, found = alternatives(model, where, plan_of(global_batch=1, seq_len=2048))
+    assert (found.change, found.estimate.plan.quantize) == ("QLoRA of rank 16", "nf4")
+    assert found.estimate.fits
 
 
 def test_where_nothing_fits_it_is_said_what_was_tried():

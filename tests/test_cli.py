@@ -148,7 +148,8 @@ def test_help_is_printed_within_80_columns(args):
 def test_the_help_of_estimate_has_every_flag_in_a_group_and_ends_with_examples_that_run():
     text = run("estimate", "-h").stdout
     heads = [line for line in text.splitlines() if re.fullmatch(r"[A-Z].*:", line)]
-    groups = ["Model and cluster", "Mesh", "Batch", "Memory saving", "Numbers", "Engine torch", "Output"]
+    groups = ["Model and cluster", "Mesh", "Batch", "Memory saving"]
+    groups += ["Adapters", "Numbers", "Engine torch", "Output"]
     assert heads == [f"{group}:" for group in (*groups, "Examples")]
     examples = text.partition("Examples:\n")[2].replace("\\\n", " ").strip().splitlines()
     assert len(examples) == 3

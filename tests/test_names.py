@@ -213,7 +213,6 @@ ASKED = [
     (["--optimizer", "adafactor"], {"optimizer": "adafactor"}, "optimizer='adafactor'"),
     (["--optimizer", "Lion"], {"optimizer": "Lion"}, "optimizer='Lion'"),
     (["--optimizer", "muon"], {"optimizer": "muon"}, "optimizer='muon'"),
-    (["--lora-rank", "8"], {"lora_rank": 8}, "lora_rank"),
     (["--engine", "fairscale"], {"engine": "fairscale"}, "engine='fairscale'"),
 ]
 

@@ -366,16 +366,17 @@ def shipped_trace(name: str, tp: int = 1, ep: int = 1, cp: int = 1) -> TracedMod
         divided = divided_traces()
         if asked not in divided:
             raise unknown_name("trace", str(asked), map(str, divided))
-        return _packed_trace(divided[asked])
+        return packed_trace(divided[asked])
     if name in packed:
-        return _packed_trace(packed[name])
+        return packed_trace(packed[name])
     plain = {path.stem for path in TRACES.glob("*.json")}
     if name not in plain and preset_trace(name) is None:
         raise unknown_name("trace", name, plain)
     return model_from_trace(trace_file(name))
 
 
-def _packed_trace(path: Path) -> TracedModel:
+def packed_trace(path: Path) -> TracedModel:
+    """The trace in a compressed file."""
     try:
         return model_of_text(xz_text(path, most_bytes=LARGEST_TRACE_BYTES, what="trace"))
     except MemplanError as error:

@@ -13,7 +13,7 @@ Source: torch/csrc/distributed/c10d/FakeProcessGroup.hpp, torch/testing/_interna
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 from unittest.mock import patch
 
 import torch
@@ -135,7 +135,15 @@ def materialised(module: nn.Module, device: torch.device, *, offload: bool = Fal
     if not any(parameter.is_meta for parameter in module.parameters()):
         return module
     tied = _untied(module)
-    module.to_empty(device="cpu" if offload else device)
+    there = torch.device("cpu") if offload else device
+
+    def come(one: Tensor) -> Tensor:
+        if one.is_meta:
+            return torch.empty_like(one, device=there)
+        one.data = one.data.to(there)  # quantized: before its scales
+        return one.to(there)
+
+    cast(Any, module)._apply(come)
     for name, first in tied.items():
         above, _, attribute = name.rpartition(".")
         module.get_submodule(above).register_parameter(attribute, module.get_parameter(first))
@@ -144,6 +152,8 @@ def materialised(module: nn.Module, device: torch.device, *, offload: bool = Fal
             setattr(owner, name, buffer.to(device))
     for parameter in module.parameters():
         weight = parameter.detach()
+        if not weight.is_floating_point():  # quantized, so it is there already
+            continue
         nn.init.normal_(weight.to_local() if isinstance(weight, DTensor) else weight, std=WEIGHT_STD)
     for buffer in module.buffers():
         nn.init.ones_(buffer)

@@ -19,6 +19,7 @@ from memplan.fields import (
     Field,
     Flag,
     Name,
+    Names,
     Number,
     Registered,
     Setting,
@@ -93,6 +94,7 @@ METAVARS: Final[dict[type[Field], str]] = {
     Counts: "N,N,...",
     Number: "X",
     Name: "NAME",
+    Names: "NAME,NAME,...",
     Setting: "NAME:VALUE,...",
 }
 """The placeholder for a field's value in the help of its flag."""
@@ -157,8 +159,8 @@ def search_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
     if not field.varied:
         text += f"; left out: {field.left_out or default}"
     match field:
-        case Setting():
-            return click.option(flag, metavar=METAVARS[Setting], help=f"{text}.")
+        case Setting() | Names():
+            return click.option(flag, metavar=METAVARS[type(field)], help=f"{text}.")
         case Flag():
             return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{text}.")
         case Choice() | Registered() if name != "engine":

@@ -195,6 +195,8 @@ class Engine(ABC):
     assumes: ClassVar[str] = ""
     """What accounting assumes, in lines for people."""
 
+    trains_adapters: ClassVar[bool] = False
+    """Whether it has rules for adapters beside frozen weights."""
     axes: ClassVar[tuple[str, ...]] = ()
     """The axes of the mesh that it knows; a plan with several ranks along another one is refused."""
     views: ClassVar[tuple[str, ...]] = ()
@@ -228,7 +230,7 @@ class Engine(ABC):
     @property
     def rules(self) -> tuple[Rule, ...]:
         """All checks of a plan, in order: of the axes of its mesh, then the engine's `refusals`."""
-        return self._check_axes, *self.refusals
+        return self._check_axes, self._check_adapters, *self.refusals
 
     def _check_axes(self, model: Model, plan: Plan) -> None:
         for axis in (*axis_names(), *VIEWS):
@@ -237,6 +239,14 @@ class Engine(ABC):
                     f"{axis}={n}: engine={self.name!r} divides nothing along {axis}; use {axis}=1.",
                     kind="several ranks along an axis that the engine does not know",
                 )
+
+    def _check_adapters(self, model: Model, plan: Plan) -> None:
+        if plan.adapters and not self.trains_adapters:
+            raise MissingRule(
+                f"lora_rank={plan.lora_rank}: engine={self.name!r} has no rule for adapters; leave it out, "
+                "or use engine='torch'.",
+                kind="adapters under an engine that has no rule for them",
+            )
 
     def check_device(self, plan: Plan, device: Device) -> None:
         """Raise if the plan's results are wrong on this device."""

@@ -201,6 +201,9 @@ def limits(job: Job, to: str) -> tuple[Limit, ...]:
     if engine != launcher.engine:
         why = f"engine={engine!r}: it runs plans of {launcher.engine!r}"
         return (Limit(why, {"engine": launcher.engine}),)
+    if job.estimate.plan.adapters is not None:
+        why = f"lora_rank={job.estimate.plan.lora_rank}: adapters are made by the code that trains them"
+        return (Limit(why, "call peft.get_peft_model in yours"),)
     told = not_usual(job.estimate.plan)
     if told.get("fsdp_version") == 1:
         others = dict.fromkeys([name for name in told if name in OF_FSDP1])

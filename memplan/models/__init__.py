@@ -1,6 +1,6 @@
 """Models: forward passes over shapes."""
 
-from memplan.models.base import Decoder, Layers, Model, model_dict, not_divided_so
+from memplan.models.base import Decoder, Layers, Model, model_dict, not_adapted, not_divided_so
 from memplan.models.families import Family, implemented
 from memplan.models.gpt import Gpt
 from memplan.models.llama import Llama
@@ -32,6 +32,7 @@ __all__ = [
     "implemented",
     "model_dict",
     "model_from_config",
+    "not_adapted",
     "not_divided",
     "not_divided_so",
     "parameter_count",

@@ -221,6 +221,18 @@ def not_divided_so(model: Model, mesh: Mapping[Group, int]) -> MissingRule:
     )
 
 
+def not_adapted(model: Model) -> MissingRule:
+    """The error for a model beside whose weights PEFT trains no adapters."""
+    way_out = "use implementation='huggingface', or a config.json"
+    if model.implementation == "traced":
+        way_out = "trace the module with its adapters in place (peft.get_peft_model, then memplan.trace)"
+    return MissingRule(
+        f"lora_rank is of PEFT, which trains adapters in modules of transformers; {model.name} is "
+        f"{model.code}; {way_out}.",
+        kind="LoRA of a model that is none of transformers",
+    )
+
+
 def model_dict(model: Model) -> dict[str, Any]:
     """A model as plain values."""
     return {"family": model.family, "implementation": model.implementation, **model.sizes()}

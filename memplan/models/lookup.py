@@ -3,8 +3,9 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from memplan.adapters import ADAPTERS, Adapters
 from memplan.device import DeviceType
 from memplan.errors import (
     InvalidValue,
@@ -17,15 +18,19 @@ from memplan.errors import (
 )
 from memplan.files import of_file
 from memplan.mesh import Group
-from memplan.models.base import Model, not_divided_so
+from memplan.models.base import Model, not_adapted, not_divided_so
 from memplan.models.config import Config, WithoutRule, config_file, model_name, read_config
-from memplan.models.families import FAMILIES, implemented
+from memplan.models.families import FAMILIES, implementations_of, implemented
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
 from memplan.models.traced import is_trace, model_from_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+OF_PEFT: Final = "huggingface"
+"""The implementation beside whose weights PEFT trains adapters."""
 
 
 class Tracing(NamedTuple):
@@ -45,6 +50,7 @@ def resolve(
     precisions: Sequence[str] = (),
     cache: bool = True,
     mesh: Mapping[Group, int] | None = None,
+    adapted: bool = False,
 ) -> Model:
     """The model: from a Model itself, a name, the path of a trace or a config.json, or a module.
 
@@ -57,7 +63,7 @@ def resolve(
     `implementation`: whose code trains it; None: the model's own, or the default of the preset or file.
     `device`: whose kernels are traced, in these `precisions`, where the architecture of a config.json has no
     family, or of a module, divided over a `mesh` if there is one. `cache=False`: a config.json is traced anew
-    (`memplan.tracing.cache`).
+    (`memplan.tracing.cache`). `adapted`: adapters are trained, so that the default is transformers' code.
 
     >>> resolve("gpt2").n_blocks
     12
@@ -68,24 +74,36 @@ def resolve(
             whose config.json cannot be read.
     """
     found = _resolved(model, Tracing(device, precisions, cache, mesh or {}))
+    if implementation is None and adapted and OF_PEFT in implementations_of(found):
+        implementation = OF_PEFT
     return found if implementation is None else implemented(found, implementation)
 
 
-def divided(model: Model, mesh: Mapping[Group, int], device: DeviceType, precision: str) -> Model:
-    """The model as one rank of a mesh has it: itself, if its operations divide themselves.
+def divided(
+    model: Model,
+    mesh: Mapping[Group, int],
+    device: DeviceType,
+    precision: str,
+    adapters: Adapters | None = None,
+) -> Model:
+    """The model as one rank of a mesh trains it: itself, if its operations divide themselves.
 
     Else its module is traced as its framework's own plan divides it, for this precision, with the kernels of
-    a device. The trace is kept in the user's cache folder.
+    a device; with `adapters` as PEFT trains it. The trace is kept in the user's cache folder.
 
     Raises:
-        MissingRule: of a trace, for degrees that it was not made for.
+        MissingRule: of a trace, for degrees that it was not made for; a model that PEFT does not know.
         MemplanError: it cannot be divided so, or not here.
     """
-    if model.divides_itself or mesh == model.mesh:
+    if adapters is None and (model.divides_itself or mesh == model.mesh):
         return model
     values = model.config_values()
+    if values is None and adapters is not None:
+        raise not_adapted(model)
     if values is None:
         raise not_divided_so(model, mesh)
+    if adapters is not None:
+        values |= {ADAPTERS: adapters._asdict()}
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
     return traced_from_config(Config(values), model.name, device, (precision,), cache=True, mesh=mesh)

@@ -1,4 +1,4 @@
-"""What would fit where no plan does: states on the host, more GPUs, a shorter sequence."""
+"""What would fit where no plan does: states on the host, more GPUs, a shorter sequence, adapters."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,7 +8,7 @@ from memplan.command import command_text, estimate_command, plan_values
 from memplan.errors import MemplanError
 from memplan.estimate import Estimate
 from memplan.hardware import Cluster, gpu_names, gpus_per_node
-from memplan.models import Model, has_sequence
+from memplan.models import Model, has_sequence, resolve
 from memplan.plan import Plan
 from memplan.search.plans import varied
 from memplan.search.search import searched
@@ -33,6 +33,16 @@ LEAST: Final[dict[str, Any]] = {
 """What is searched: the plans that hold least, so that an answer takes a second and not a minute."""
 
 
+ADAPTERS: Final[dict[str, dict[str, Any]]] = {
+    "LoRA of rank 16": {"lora_rank": 16},
+    "QLoRA of rank 16": {"lora_rank": 16, "quantize": "nf4"},
+}
+"""What trains less than all weights, the first that fits of these."""
+
+UNDIVIDED: Final[dict[str, Any]] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
+"""The mesh beside adapters, but for data-parallel ranks."""
+
+
 class Alternative(NamedTuple):
     """A change of a job, and the plan found that then holds least."""
 
@@ -45,7 +55,8 @@ def alternatives(model: Model, where: Cluster, plan: Plan) -> Iterator[Alternati
 
     The plan says what is trained: batch, sequence, precision, optimizer. Its mesh is free, blocks are
     recomputed. States are offloaded; or GPUs are doubled, at most to `MOST_GPUS`; or the sequence is halved,
-    at least to `SHORTEST`; each until a plan fits.
+    at least to `SHORTEST`; each until a plan fits. Or adapters are trained beside frozen weights, where PEFT
+    can and is installed.
     """
     if (found := _least(model, where, plan, offload=True)) is not None:
         yield Alternative("offload to the host", found)
@@ -60,14 +71,20 @@ def alternatives(model: Model, where: Cluster, plan: Plan) -> Iterator[Alternati
             yield Alternative(f"sequences of {seq_len} tokens", found)
             break
         seq_len //= 2
+    theirs = resolve(model, adapted=True)
+    for change, adapters in ADAPTERS.items() if plan.lora_rank is None else ():
+        found = _least(theirs, where, replace(plan, **adapters), offload=False, **UNDIVIDED)
+        if found is not None:
+            yield Alternative(change, found)
+            break
 
 
-def _least(model: Model, where: Cluster, plan: Plan, *, offload: bool) -> Estimate | None:
-    """The plan for a job that holds least, if it fits."""
+def _least(model: Model, where: Cluster, plan: Plan, *, offload: bool, **mesh: Any) -> Estimate | None:
+    """The plan for a job that holds least, if it fits; over any mesh, but for these degrees."""
     of_mesh = varied(plan.engine)
     job: dict[str, Any] = {name: value for name, value in plan_values(plan).items() if name not in of_mesh}
     try:
-        return searched(model, cluster=where, offload=offload, **job, **LEAST).best
+        return searched(model, cluster=where, offload=offload, **job, **mesh, **LEAST).best
     except MemplanError:  # no mesh of this cluster can run the job
         return None
 

@@ -319,12 +319,12 @@ def bounds(model: Model, grid: Grid, cluster: Cluster, time_model: Priced) -> Bo
 def _by_division(model: Model, grid: Grid, device: Device) -> Iterator[tuple[Model, NDArray[np.bool_]]]:
     """For each mesh that divides the model: the model so divided, and a mask of the cells with it."""
     degrees = np.stack([grid.cells[axis] for axis in DIVIDING])
-    if model.divides_itself:
+    if model.divides_itself and not grid.base.adapters:
         yield model, np.ones(degrees.shape[1:], np.bool_)
         return
     for each in np.unique(degrees, axis=1).T:
         mesh = with_several(**dict(zip(DIVIDING, each.tolist(), strict=True)))
-        own = divided(model, mesh, device.type, grid.base.precision)
+        own = divided(model, mesh, device.type, grid.base.precision, grid.base.adapters)
         yield own, (degrees == each[:, None]).all(axis=0)
 
 

@@ -36,6 +36,12 @@ class PlanOptions(TypedDict, total=False):
     layers_per_stage: Sequence[int] | None
     clip_grad_norm: float | Iterable[float | None] | None
     loss_chunks: int | Iterable[int]
+    lora_rank: int | Iterable[int | None] | None
+    lora_targets: str
+    lora_dropout: float | Iterable[float | None] | None
+    use_dora: bool | Iterable[bool]
+    modules_to_save: str
+    quantize: str | Iterable[str]
     engine: str
     fsdp_units: str | Iterable[str]
     fsdp_blocks: int | Iterable[int]

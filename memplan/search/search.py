@@ -332,7 +332,8 @@ def resolved(
     usual = (Plan.__dataclass_fields__["precision"].default,)
     traced = {"precisions": asked.get("precision", usual), "cache": asked.pop("cache", True)}
     code, device = asked.pop("implementation", None), where.gpu.device.type
-    return resolve(model, code, device, **traced), where, asked
+    adapted = asked.get("lora_rank") is not None
+    return resolve(model, code, device, adapted=adapted, **traced), where, asked
 
 
 def cluster_of(value: Cluster | str, **changes: Unpack[ClusterChanges]) -> Cluster:

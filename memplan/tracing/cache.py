@@ -34,7 +34,7 @@ MOST_BYTES: Final = 256 * 1024**2
 LOGGER: Final = logging.getLogger("memplan.tracing")
 """Told when a trace begins and when it ends; the command line shows it on a terminal."""
 
-PACKAGES: Final = ("torch", "transformers")
+PACKAGES: Final = ("torch", "transformers", "peft")
 """The packages whose code is traced."""
 
 
@@ -123,11 +123,11 @@ def _entry(asked: Request) -> Path | None:
     try:
         import platformdirs  # slow to import, and rarely needed
 
-        specs = {package: find_spec(package) for package in PACKAGES}
+        specs = {package: spec for package in PACKAGES if (spec := find_spec(package)) is not None}
     except (ImportError, ValueError):
         return None
     for package, spec in specs.items():
-        where = "" if spec is None or spec.origin is None else os.path.dirname(os.path.dirname(spec.origin))
+        where = "" if spec.origin is None else os.path.dirname(os.path.dirname(spec.origin))
         beside = [one for one in found.get(where, ()) if one.startswith(f"{package}-") and one in releases]
         if not beside:  # a checkout, whose code may change
             return None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from memplan.adapters import ADAPTERS, Adapters
 from memplan.checks import checked_count
 from memplan.device import DeviceType
 from memplan.errors import (
@@ -31,6 +32,7 @@ from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.traced import TracedModel
+from memplan.tracing.adapters import with_adapters
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.example import checked_example
@@ -89,7 +91,7 @@ def traced_from_config(
     for key in LAYERS:
         checked_count(key, config.value(key, 1), most=MOST_LAYERS)
     task, class_name = _class_of(kind, config.architecture)
-    own = {k: v for k, v in config.values.items() if k not in NOT_READ and not k.startswith("_")}
+    own = {k: v for k, v in config.values.items() if k not in (*NOT_READ, ADAPTERS) and not k.startswith("_")}
     offline = patch.object(import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
     with installed(f"transformers' {class_name}", "huggingface"), without_remarks():
         its_class = getattr(transformers, class_name)
@@ -98,6 +100,8 @@ def traced_from_config(
             settings = transformers.CONFIG_MAPPING[kind].from_dict({**own, "use_cache": False})
             settings.get_text_config().use_cache = False
             module = its_class._from_config(settings)
+        if adapters := config.value(ADAPTERS, None):
+            module = with_adapters(module, Adapters(**adapters), _of_products(precisions))
         longest = _longest(settings)
         inputs = _inputs_of(task, settings, (mesh or {}).get("cp", 1))
         known = longest if "input_ids" in inputs else None
@@ -114,6 +118,13 @@ def traced_from_config(
             f"fails in transformers {transformers.__version__} ({class_name}: {reason(error)}); use the "
             "model's own config.json."
         ) from error
+
+
+def _of_products(precisions: Sequence[str]) -> torch.dtype:
+    """The type in which products run in the first of these precisions."""
+    weights, autocast = RUNS[precisions[0]][0]
+    found: torch.dtype = getattr(torch, autocast or weights)
+    return found
 
 
 @contextmanager

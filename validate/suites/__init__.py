@@ -11,6 +11,7 @@ from memplan.models import Decoder
 from validate.cases import Case, runnable
 from validate.gpus import Gpus
 from validate.records import Record
+from validate.suites.adapters import adapters
 from validate.suites.architectures import architectures
 from validate.suites.both import gpu_both
 from validate.suites.divided import context, divided, experts
@@ -40,6 +41,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "divided": divided,
     "experts": experts,
     "context": context,
+    "adapters": adapters,
     "architectures": architectures,
 }
 """Suites of CPU ranks."""

@@ -19,6 +19,7 @@ from validate.cases import GPU_STEPS, UNTIMED_STEPS, Case, runnable, title
 from validate.gpus import Gpus
 from validate.predict import estimated_rank
 from validate.published import ROWS, by_torchtitan, comparable_estimate, compared, read_rows
+from validate.suites.adapters import gpu_adapters
 from validate.suites.divided import gpu_divided
 from validate.suites.families import gpu_families
 from validate.suites.models import in_small
@@ -406,6 +407,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-published": gpu_published,
     "gpu-wild": gpu_wild,
     "gpu-divided": gpu_divided,
+    "gpu-adapters": gpu_adapters,
     "gpu-families": gpu_families,
 }
 

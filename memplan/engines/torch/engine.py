@@ -32,6 +32,7 @@ class TorchEngine(Engine):
     refusals = REFUSALS
     options = TorchOptions
     gives_bounds = True
+    trains_adapters = True
     confirmed_gpus = ("a100-80-sxm", "h100-sxm", "h200", "b200")
 
     def check_device(self, plan: Plan, device: Device) -> None:

@@ -9,7 +9,7 @@ from memplan.engines.recorded import checked_cut
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.engines.torch.options import FSDP1_OPTIONS, TorchOptions, torch_options, weight_dtype
 from memplan.errors import MissingRule, PlanRefused, divisors_text
-from memplan.models import Model, TracedModel, ends_are_tied, not_divided, not_divided_so
+from memplan.models import Model, TracedModel, ends_are_tied, not_adapted, not_divided, not_divided_so
 from memplan.models.traced import Ends
 from memplan.plan import Plan
 from memplan.shapes import BF16, FP32
@@ -330,9 +330,51 @@ def _check_precision(model: Model, plan: Plan) -> None:
         )
 
 
+NOT_ADAPTED: Final = ("pp", "tp", "cp", "ep")
+"""Axes that have no rule beside adapters."""
+
+MOST_FUSED_TOKENS: Final = 1536
+"""Tokens up to which a product may have a kernel that reads weights of four bits, by the GPU and its sizes.
+
+Source: bitsandbytes/backends/cuda/ops.py (`_gemm_4bit_use_custom_cuda`), release 0.50.
+"""
+
+
+def _check_adapters(model: Model, plan: Plan) -> None:
+    """Raise for adapters of a model that is none of transformers, or beside what has no rule with them."""
+    if plan.adapters is None:
+        return
+    if model.config_values() is None:
+        raise not_adapted(model)
+    options, degrees = torch_options(plan), {axis: plan.mesh.size(axis) for axis in NOT_ADAPTED}
+    n_tokens = plan.micro_batch * plan.seq_len
+    not_modelled = (
+        *[(n > 1, f"{axis}={n}", f"{axis}=1") for axis, n in degrees.items()],
+        (plan.fsdp and options.fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (
+            plan.fsdp and plan.quantize != "none",
+            f"zero={plan.zero} of weights in 4 bits",
+            "zero=0 or 1, or quantize='none'",
+        ),
+        (
+            plan.quantize != "none" and n_tokens <= MOST_FUSED_TOKENS,
+            f"quantize={plan.quantize!r} of {n_tokens} tokens, for which bitsandbytes has other kernels",
+            f"micro_batch and seq_len of more than {MOST_FUSED_TOKENS:,} tokens, or quantize='none'",
+        ),
+    )
+    for asked, what, other in not_modelled:
+        if asked:
+            raise MissingRule(
+                f"lora_rank={plan.lora_rank} with {what} has no rule yet; use {other}, or leave lora_rank "
+                "out.",
+                kind=f"LoRA with {what.partition('=')[0]}",
+            )
+
+
 def _check_recordings(model: Model, plan: Plan) -> None:
     """Raise for what no recording of a module's own passes says: it is traced, or will be to be divided."""
-    if isinstance(model, TracedModel) or (plan.mesh.dividing and not model.divides_itself):
+    divided = bool(plan.mesh.dividing) and not model.divides_itself
+    if isinstance(model, TracedModel) or divided or plan.adapters is not None:
         _raise_first(
             model,
             (
@@ -573,6 +615,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_experts,
     _check_context,
     _check_divided,
+    _check_adapters,
     _check_recordings,
     _check_traced,
     _check_recorded,

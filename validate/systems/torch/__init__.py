@@ -14,6 +14,7 @@ from memplan.errors import PlanRefused
 from validate.cases import Case
 from validate.collectives import axis_of_group
 from validate.systems import Training
+from validate.systems.torch.adapters import scales_of
 from validate.systems.torch.parallelize import device_mesh, expert_mesh, parallel_module, stage_module
 from validate.systems.torch.passes import Passes, passes
 from validate.systems.torch.updates import Update, gradient, update_of
@@ -79,7 +80,10 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
     if isinstance(model, TracedModel) or case.is_of_others:
         modules = wild_modules(model, plan, at, mesh, experts, device, seed=case.seed, made_on=made_on)
         update = update_of(modules.values(), plan, mesh, device, learning_rate=case.learning_rate)
-        frozen = [w for one in modules.values() for w in one.parameters() if not w.requires_grad]
+        frozen: list[Tensor] = []
+        for one in modules.values():
+            frozen += [weight for weight in one.parameters() if not weight.requires_grad]
+            frozen += scales_of(one)
         run = wild_passes(modules, model, plan, at, mesh, device, update.scaler, seed=case.seed)
         sharded = mesh[plan.shard_group] if mesh is not None and plan.cp > 1 else None
         return TorchTraining(run, update, axis_of_group(mesh, experts, sharded), frozen)

@@ -39,6 +39,7 @@ from memplan.tracing.context import as_trainer_divides, divided_sequences
 from memplan.tracing.divided import by_plan_of_transformers, dealt_out, is_of_experts
 from validate.cases import Divided
 from validate.standin import materialised
+from validate.systems.torch.adapters import with_adapters
 from validate.systems.torch.architectures import is_architecture, small_module
 from validate.systems.torch.modules import kept_contexts
 from validate.systems.torch.parallelize import (
@@ -824,6 +825,8 @@ def wild_modules(
         on_host = wild.gpu_batch is None and made_on.type != "meta"
         with nullcontext() if on_host else made_on:
             module = wild.module()
+            if plan.adapters is not None:
+                module = with_adapters(module, plan, plan.adapters, device)
         if on_host:
             module.to(device)
         module.train()

@@ -1,0 +1,62 @@
+"""Writes the traces of models with adapters that the records on file need: `python -m validate.adapted`.
+
+A trace is named by what it follows from, so that tests find it where they would trace for seconds.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+from unittest.mock import patch
+
+from memplan import TracedModel
+from memplan.tracing import cache
+from memplan.tracing.cache import Request
+from validate.cases import TRACES, Case, packed_trace
+from validate.predict import estimated_rank
+from validate.records import read_records
+from validate.shipped import data_folder
+from validate.traces import write_packed
+
+ADAPTED: Final = TRACES / "adapters"
+"""The traces of models with adapters, compressed."""
+
+RECORDS: Final = ("adapters.jsonl", "nogpu/*-adapters.jsonl")
+"""The files of records that need them, in `data/measurements`."""
+
+
+def on_file(asked: Request, traced: Callable[[Request], TracedModel]) -> TracedModel:
+    """The trace on file, or one that is made by `traced`."""
+    path = path_of(asked)
+    return packed_trace(path) if path.exists() else traced(asked)
+
+
+def path_of(asked: Request) -> Path:
+    """Where the trace is, if it is on file."""
+    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    return ADAPTED / f"{asked.name}.{key}.json.xz"
+
+
+def main() -> None:
+    """Trace anew what the records need, and remove what they do not."""
+    traced, written = cache._traced, set[Path]()
+
+    def kept(asked: Request) -> TracedModel:
+        found = traced(asked)
+        write_packed(found, path_of(asked))
+        written.add(path_of(asked))
+        print(f"{path_of(asked).name}: {found.made_with}", flush=True)
+        return found
+
+    with patch.object(cache, "_traced", kept), patch.object(cache, "_entry", lambda *_: None):
+        for pattern in RECORDS:
+            for file in sorted((data_folder() / "measurements").glob(pattern)):
+                for record in read_records(file):
+                    estimated_rank(Case.from_dict(record.case), 0)
+    for path in set(ADAPTED.glob("*.xz")) - written:
+        path.unlink()
+
+
+if __name__ == "__main__":
+    main()
