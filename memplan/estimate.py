@@ -30,9 +30,9 @@ from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, 
 from memplan.mesh import DIVIDING, axis_names, with_several
 from memplan.models import Model, TracedModel, implemented, model_dict, parameter_count, resolve
 from memplan.models.families import implementations_of
+from memplan.optimizers import Optimizer
 from memplan.plan import (
     FIELDS,
-    Optimizer,
     Plan,
     Rank,
     Recompute,

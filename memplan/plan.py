@@ -22,23 +22,13 @@ from memplan.fields import (
     described_fields,
 )
 from memplan.mesh import AXES, VIEWS, Group, Mesh, axis_names, replica_axes, shard_group
+from memplan.optimizers import KEPT, OPTIMIZERS, Kept, Optimizer
 from memplan.precisions import PRECISIONS, Precision
 from memplan.schedules import SCHEDULES, Schedule
 
-Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw"]
 Recompute = Literal["none", "selective", "full"]
 
 
-OPTIMIZERS: Final[tuple[str, ...]] = get_args(Optimizer)
-MOMENTS: Final[dict[str, tuple[str, ...]]] = {
-    "sgd": (),
-    "sgd-momentum": ("momentum",),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-}
-"""The tensors that each optimizer keeps per weight, as PyTorch names them."""
-N_MOMENTS: Final = {optimizer: len(moments) for optimizer, moments in MOMENTS.items()}
-"""How many tensors each optimizer keeps per weight."""
 RECOMPUTES: Final[tuple[str, ...]] = get_args(Recompute)
 
 MOST_MICRO_BATCHES: Final = 2**23
@@ -288,6 +278,11 @@ class Plan:
             saved=self.modules_to_save,
             quantize=self.quantize,
         )
+
+    @property
+    def kept(self) -> Kept:
+        """What its optimizer keeps of each weight."""
+        return KEPT[self.optimizer]
 
     @property
     def formats(self) -> Precision:

@@ -113,20 +113,19 @@ ROWS: Final = (
     NotModelled(
         "an optimizer in 8 bits",
         "would keep each moment in one byte a weight and a scale for each block of weights",
-        "use adamw, which holds more",
+        "use adamw-8bit, whose state is as large, or adamw, which holds more",
         values={
             "optimizer": (
-                "adamw8bit adamw-bnb-8bit adam8bit adam-bnb-8bit paged-adamw-8bit paged-adam-8bit "
-                "ademamix-8bit lion-8bit paged-lion-8bit sgd-8bit adamw4bit adam4bit adamwfp8"
+                "adam8bit adam-bnb-8bit paged-adam-8bit ademamix-8bit sgd-8bit adamw4bit adam4bit adamwfp8"
             ),
         },
     ),
     NotModelled(
         "paged optimizer state",
         "would be moved between GPU and host by CUDA, a page at a time",
-        "use adamw, with offload where it has to be on the host",
+        "use paged-adamw-32bit, which pages as much",
         values={
-            "optimizer": "paged-adamw paged-adamw-32bit paged-adam paged-adam-32bit paged-lion",
+            "optimizer": "paged-adam paged-adam-32bit",
         },
     ),
     NotModelled(
@@ -231,8 +230,8 @@ def not_modelled(what: str, name: str) -> str | None:
     >>> print(not_modelled("option of a plan", "etp"))  # doctest: +NORMALIZE_WHITESPACE
     etp is not modelled yet: tensor parallelism of experts would divide each expert over ranks beside expert
     parallelism; meanwhile use ep alone, or tp with ep=1, which divides each expert.
-    >>> print(not_modelled("optimizer", "AdamW_8bit").partition(":")[0])
-    optimizer='AdamW_8bit' is not modelled yet
+    >>> print(not_modelled("optimizer", "Adam_8bit").partition(":")[0])
+    optimizer='Adam_8bit' is not modelled yet
     """
     field = "" if what.endswith(KEYWORDS) else what.partition(" ")[0]
     if field == "engine" and (said := WRAPPERS.get(name.lower())):

@@ -121,7 +121,7 @@ def test_a_search_keeps_to_the_adapters_and_finds_what_estimates_say(config):
 
 def test_adapters_are_no_file_s_to_name(config):
     with pytest.raises(PlanRefused, match=r"adapters are made by the code .*; call peft\.get_peft_model"):
-        memplan.export(memplan.estimate(config, lora_rank=8, seq_len=64), to="torchrun")
+        memplan.estimate(config, lora_rank=8, seq_len=64).export("torchrun")
 
 
 def test_a_plan_says_its_adapters():
@@ -139,3 +139,37 @@ def test_a_trace_on_file_is_what_is_traced_today(start):
     asked = [cache.Request(kept.config, kept.name, kept.device, (one,), ()) for one in precisions]
     (found,) = [one for one in asked if path_of(one) == path]
     assert TRACED(found).digest == kept.digest
+
+
+BITSANDBYTES: list[tuple[str, float, float]] = [
+    ("adamw-8bit", 2 * (1 + 4 / 256), 2), ("paged-adamw-8bit", 2 * 4 / 256, 2), ("paged-adamw-32bit", 0, 0),
+    ("lion-8bit", 1 + 4 / 256, 1), ("paged-lion-8bit", 4 / 256, 1), ("paged-lion-32bit", 0, 0),
+]  # fmt: skip
+"""Bytes for each element of a large weight, and maps of 256 floats."""
+
+
+@pytest.mark.parametrize("name, of_each, n_maps", BITSANDBYTES, ids=[name for name, *_ in BITSANDBYTES])
+def test_an_optimizer_of_bitsandbytes_keeps_eight_bits_and_scales_of_large_weights(name, of_each, n_maps):
+    """Weights of fewer than 4,096 elements have float32 moments, of fewer than 100,000 none is paged."""
+    e = memplan.estimate("llama-3.2-1b", implementation="reference", precision="bf16", optimizer=name)
+    large = 1_235_814_400 - 33 * 2048
+    small = 33 * 2048 * 4 * len(e.plan.kept.moments)
+    assert e.worst.states.optimizer_bytes == large * of_each + small + n_maps * 256 * 4
+    said = [note for note in e.notes if "that CUDA moves between GPU and host" in note]
+    assert bool(said) == name.startswith("paged")
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ({"dp": 2, "zero": 3}, "with zero=3 has no rule yet; leave one of them out, or use adamw"),
+        ({"dp": 1, "tp": 2}, "with tp=2 has no rule yet"),
+        ({"optimizer_impl": "fused"}, "with optimizer_impl='fused' has no rule yet"),
+        ({"precision": "fp16-mixed"}, "with precision='fp16-mixed' has no rule yet"),
+        ({"device": "cpu"}, "of bitsandbytes has rules on GPUs only; use adamw"),
+        ({"engine": "textbook"}, "engine='textbook' has no rule for bitsandbytes' optimizers; use adamw"),
+    ],
+)
+def test_what_has_no_rule_beside_an_optimizer_of_bitsandbytes_is_refused(asked, said):
+    with pytest.raises(MissingRule, match=said):
+        memplan.estimate("llama-3.2-1b", implementation="reference", optimizer="adamw-8bit", **asked)

@@ -1,10 +1,13 @@
 """Writes the traces of models with adapters that the records on file need: `python -m validate.adapted`.
 
+`anew`: also those that are on file.
+
 A trace is named by what it follows from, so that tests find it where they would trace for seconds.
 """
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -15,6 +18,7 @@ from memplan.tracing import cache
 from memplan.tracing.cache import Request
 from validate.cases import TRACES, Case, packed_trace
 from validate.predict import estimated_rank
+from validate.published import INEXPRESSIBLE, ROWS, by_litgpt, comparable_estimate, read_rows
 from validate.records import read_records
 from validate.shipped import data_folder
 from validate.traces import write_packed
@@ -22,7 +26,7 @@ from validate.traces import write_packed
 ADAPTED: Final = TRACES / "adapters"
 """The traces of models with adapters, compressed."""
 
-RECORDS: Final = ("adapters.jsonl", "nogpu/*-adapters.jsonl")
+RECORDS: Final = ("adapters.jsonl", "nogpu/*-adapters.jsonl", "nogpu/*-optimizers.jsonl")
 """The files of records that need them, in `data/measurements`."""
 
 
@@ -38,25 +42,33 @@ def path_of(asked: Request) -> Path:
     return ADAPTED / f"{asked.name}.{key}.json.xz"
 
 
-def main() -> None:
-    """Trace anew what the records need, and remove what they do not."""
-    traced, written = cache._traced, set[Path]()
+def main(anew: bool) -> None:
+    """Trace what the records need and is not on file, or all of it; remove what they do not need."""
+    traced, needed = cache._traced, set[Path]()
 
     def kept(asked: Request) -> TracedModel:
+        path = path_of(asked)
+        needed.add(path)
+        if path.exists() and not anew:
+            return packed_trace(path)
         found = traced(asked)
-        write_packed(found, path_of(asked))
-        written.add(path_of(asked))
-        print(f"{path_of(asked).name}: {found.made_with}", flush=True)
+        write_packed(found, path)
+        print(f"{path.name}: {found.made_with}", flush=True)
         return found
 
     with patch.object(cache, "_traced", kept), patch.object(cache, "_entry", lambda *_: None):
         for pattern in RECORDS:
             for file in sorted((data_folder() / "measurements").glob(pattern)):
                 for record in read_records(file):
-                    estimated_rank(Case.from_dict(record.case), 0)
-    for path in set(ADAPTED.glob("*.xz")) - written:
+                    case = Case.from_dict(record.case)
+                    if case.plan.adapters is not None:
+                        estimated_rank(case, 0)
+        for row in read_rows(ROWS):
+            if by_litgpt(row) and not any(holds(row) for _, holds in INEXPRESSIBLE):
+                comparable_estimate(row)
+    for path in set(ADAPTED.glob("*.xz")) - needed:
         path.unlink()
 
 
 if __name__ == "__main__":
-    main()
+    main(anew="anew" in sys.argv[1:])

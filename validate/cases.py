@@ -26,8 +26,11 @@ from validate.gpus import Gpus
 from validate.nogpu import RecordStream
 from validate.shipped import data_folder
 
-LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1, "adam": 0.003, "adamw": 0.003}
+LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1}
 """Large enough that a few steps on the same tokens move the loss far, so that a wrong gradient shows."""
+
+ADAM_RATE: Final = 0.003
+"""That of all other optimizers."""
 
 WIDTH: Final = 64
 """The largest `d_model` trained at those rates."""
@@ -123,7 +126,7 @@ class Case:
 
         Source: Yang et al. 2022, arXiv:2203.03466 (1 / width).
         """
-        return LEARNING_RATES[self.plan.optimizer] * WIDTH / max(WIDTH, self.model.d_model)
+        return LEARNING_RATES.get(self.plan.optimizer, ADAM_RATE) * WIDTH / max(WIDTH, self.model.d_model)
 
     @property
     def computes(self) -> bool:

@@ -64,7 +64,12 @@ GPUS: Final = {
 }
 
 INEXPRESSIBLE: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
-    ("frozen weights with adapters (LoRA and the like)", lambda r: r["lora"] not in ("", "false")),
+    ("quantized weights of an older bitsandbytes", lambda r: "bnb" in r["lora"]),
+    ("adapters beside FSDP1", lambda r: by_litgpt(r) and r["zero_stage"] != "0"),
+    (
+        "adapters other than LoRA, or not stated in full",
+        lambda r: r["lora"] not in ("", "false") and not (by_litgpt(r) and r["lora"].startswith("LoRA (")),
+    ),
     (
         "optimizer state in 8 or 4 bits, or paged",
         lambda r: "bit" in r["optimizer"] or "Paged" in r["optimizer"],
@@ -86,8 +91,12 @@ DIFFERENCES: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
     ("compiled", lambda r: r["compile"] == "true"),
     ("float8", lambda r: "fp8" in r["precision"]),
     ("async", lambda r: "async tp" in r["notes"].lower().replace("asynctp", "async tp")),
+    ("litgpt", lambda r: by_litgpt(r)),
 )
-"""Features of a row that memplan has no rule for; it is predicted without them."""
+"""What memplan has no rule for: a row is predicted without them, LitGPT's modules as PEFT's."""
+
+LITGPT: Final[dict[str, Any]] = {"lora_rank": 8, "lora_targets": "q_proj,v_proj", "lora_dropout": 0.05}
+"""The adapters of LitGPT's finetune/lora.py at 8641822."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +240,8 @@ def comparable_estimate(row: Row) -> Estimate:
     The releases of torch that these rows ran with choose FlashAttention 2 on every GPU.
     """
     model = MODELS[row["model"]]
-    found = estimate(model, implementation=IMPLEMENTATION, cluster=_cluster(row), **_plan(row))
+    code = None if by_litgpt(row) else IMPLEMENTATION
+    found = estimate(model, implementation=code, cluster=_cluster(row), **_plan(row))
     return replace(found, time_model=Measured(flash_2=True))
 
 
@@ -292,6 +302,7 @@ def _plan(row: Row) -> dict[str, Any]:
         "loss_chunks": 8 if _chunks_loss(row) else 1,
         "alloc_conf": "expandable_segments:True" if by_torchtitan(row) else "",
         **_recompute(row),
+        **(LITGPT if by_litgpt(row) else {}),
     }
 
 
@@ -305,6 +316,11 @@ def _recompute(row: Row) -> dict[str, Any]:
 def _chunks_loss(row: Row) -> bool:
     """The ladder of torchtune's README is cumulative: from that rung on."""
     return row["framework"] == "torchtune" and row["row_id"] >= "torchtune-0953"
+
+
+def by_litgpt(row: Row) -> bool:
+    """Whether LitGPT trained adapters."""
+    return row["framework"].startswith("LitGPT") and row["lora"] not in ("", "false")
 
 
 def by_torchtitan(row: Row) -> bool:

@@ -197,6 +197,8 @@ class Engine(ABC):
 
     trains_adapters: ClassVar[bool] = False
     """Whether it has rules for adapters beside frozen weights."""
+    has_bitsandbytes: ClassVar[bool] = False
+    """Whether it has rules for bitsandbytes' optimizers."""
     axes: ClassVar[tuple[str, ...]] = ()
     """The axes of the mesh that it knows; a plan with several ranks along another one is refused."""
     views: ClassVar[tuple[str, ...]] = ()
@@ -230,7 +232,7 @@ class Engine(ABC):
     @property
     def rules(self) -> tuple[Rule, ...]:
         """All checks of a plan, in order: of the axes of its mesh, then the engine's `refusals`."""
-        return self._check_axes, self._check_adapters, *self.refusals
+        return self._check_axes, self._check_adapters, self._check_optimizer, *self.refusals
 
     def _check_axes(self, model: Model, plan: Plan) -> None:
         for axis in (*axis_names(), *VIEWS):
@@ -246,6 +248,14 @@ class Engine(ABC):
                 f"lora_rank={plan.lora_rank}: engine={self.name!r} has no rule for adapters; leave it out, "
                 "or use engine='torch'.",
                 kind="adapters under an engine that has no rule for them",
+            )
+
+    def _check_optimizer(self, model: Model, plan: Plan) -> None:
+        if plan.kept.bits is not None and not self.has_bitsandbytes:
+            raise MissingRule(
+                f"optimizer={plan.optimizer!r}: engine={self.name!r} has no rule for bitsandbytes' "
+                "optimizers; use adamw, or engine='torch'.",
+                kind="an optimizer of bitsandbytes under an engine that has no rule for it",
             )
 
     def check_device(self, plan: Plan, device: Device) -> None:

@@ -19,7 +19,7 @@ from memplan.memory import Alive
 from memplan.mesh import Group
 from memplan.models import Decoder, Model, parameter_count
 from memplan.orders import under_way
-from memplan.plan import N_MOMENTS, Plan, Rank, Recompute, stage_layers
+from memplan.plan import Plan, Rank, Recompute, stage_layers
 from memplan.record import (
     Collective,
     CollectiveKind,
@@ -215,7 +215,7 @@ def bytes_per_parameter(plan: Plan) -> TextbookStates:
     weights, stored = plan.formats.compute.itemsize, plan.formats.stored.itemsize
     copy = stored if plan.mixed else 0
     return TextbookStates(
-        weights_bytes=weights, grads_bytes=weights, optimizer_bytes=copy + stored * N_MOMENTS[plan.optimizer]
+        weights_bytes=weights, grads_bytes=weights, optimizer_bytes=copy + stored * len(plan.kept.moments)
     )
 
 

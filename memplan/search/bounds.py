@@ -28,7 +28,7 @@ from memplan.hardware import Cluster
 from memplan.mesh import DIVIDING, HOST, Group, with_several
 from memplan.models import Layers, Model, divided
 from memplan.orders import Stages
-from memplan.plan import N_MOMENTS, RECOMPUTES, Plan, stage_layers
+from memplan.plan import RECOMPUTES, Plan, stage_layers
 from memplan.record import Overlap
 from memplan.schedules import SCHEDULES, Schedule, first_under_way
 from memplan.search.plans import NO_LIMIT, Column, Grid, number_of, unchecked, value_of
@@ -359,7 +359,7 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Priced) -> Seconds:
         recomputed_s=m * again / pp,
         sent_s=_sent_s(plans, data, prices),
         reducing=data.reducing,
-        update_s=prices.moved_s(update_bytes(updated, updated, N_MOMENTS[plans.base.optimizer] * updated)),
+        update_s=prices.moved_s(update_bytes(updated, updated, plans.base.kept.least_share * updated)),
     )
     found = parts_s(work)
     fraction = np.empty(m.shape)

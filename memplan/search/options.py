@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypedDict
 
 from memplan.hardware import ClusterChanges
-from memplan.plan import Optimizer, Recompute
+from memplan.optimizers import Optimizer
+from memplan.plan import Recompute
 from memplan.time.step import TimeModel
 
 Objective = Literal["speed", "memory", "micro_batch", "front", "gpus", "seq_len"]

@@ -23,6 +23,7 @@ from validate.suites.adapters import gpu_adapters
 from validate.suites.divided import gpu_divided
 from validate.suites.families import gpu_families
 from validate.suites.models import in_small
+from validate.suites.optimizers import gpu_optimizers
 from validate.suites.wild import gpu_wild
 
 LLAMA_100M: Final = Llama(
@@ -408,6 +409,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-wild": gpu_wild,
     "gpu-divided": gpu_divided,
     "gpu-adapters": gpu_adapters,
+    "gpu-optimizers": gpu_optimizers,
     "gpu-families": gpu_families,
 }
 

@@ -12,7 +12,7 @@ from math import lcm
 from typing import Final, NamedTuple
 
 from memplan.mesh import Group
-from memplan.plan import MOMENTS
+from memplan.optimizers import KEPT
 from memplan.shapes import FP32, Buffer, DType, Parameter, buffer_of
 
 PARAM_ALIGNMENT: Final = 64
@@ -149,7 +149,7 @@ def chunk_states(
     moments = [
         buffer_of(f"{p.name}.{name}", (n,), FP32, "optimizer")
         for p, n in owned
-        for name in MOMENTS[optimizer]
+        for name in KEPT[optimizer].moments
     ]
     return ChunkStates(
         group,

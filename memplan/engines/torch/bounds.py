@@ -9,7 +9,7 @@ import numpy as np
 
 from memplan.engines.base import DataParallelism
 from memplan.engines.torch.options import torch_options
-from memplan.plan import N_MOMENTS, Plan
+from memplan.plan import Plan
 
 
 def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stage: Any) -> DataParallelism:
@@ -31,7 +31,7 @@ def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stag
         reducing=1 / plan.n_micro_batches if several else np.where(plan.pp == 1, 1.0, 0.0),
         updated_bytes=share * weights,
         unsharded_bytes=0.0,
-        states_bytes=((2 if several else 1) + share * N_MOMENTS[plan.optimizer]) * weights,
+        states_bytes=((2 if several else 1) + share * plan.kept.least_share) * weights,
         grads_bytes=0.0 if keeps_grads else elements * plan.formats.accumulate.itemsize,
     )
 
@@ -62,6 +62,6 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
         reducing=np.where(pp == 1, 1 / m if options.no_sync else 1.0, 0.0),
         updated_bytes=weights,
         unsharded_bytes=np.where((plan.zero == 2) & (n > 1), elements * formats.gather.itemsize, 0.0),
-        states_bytes=0.0 if plan.offload else (1 + N_MOMENTS[plan.optimizer]) * weights,
+        states_bytes=0.0 if plan.offload else (1 + plan.kept.least_share) * weights,
         grads_bytes=np.where(pp > 1, unsharded_grads, grads) if options.set_to_none else 0.0,
     )

@@ -16,6 +16,7 @@ from memplan.engines.trace import Block, Segment
 from memplan.hardware import gpu
 from memplan.mesh import AXES
 from memplan.models import Layers, Model, TracedModel, counted_weights
+from memplan.optimizers import LEAST_PAGED
 from memplan.plan import Plan, Rank
 from memplan.record import Collective, Compute
 from memplan.shapes import FP32, Parameter
@@ -33,6 +34,7 @@ class TorchEngine(Engine):
     options = TorchOptions
     gives_bounds = True
     trains_adapters = True
+    has_bitsandbytes = True
     confirmed_gpus = ("a100-80-sxm", "h100-sxm", "h200", "b200")
 
     def check_device(self, plan: Plan, device: Device) -> None:
@@ -107,6 +109,7 @@ class TorchEngine(Engine):
             padding = padding_note(counted_weights(model), plan.n_shards, plan.formats.gather.itemsize)
         if padding:
             yield padding
+        yield from _said_of_pages(plan)
         version = torch_options(plan).torch_version
         if version != "2.13":
             yield (
@@ -159,6 +162,14 @@ class TorchEngine(Engine):
         from memplan.engines.torch.bounds import data_parallelism  # needs NumPy, as only a search does
 
         return data_parallelism(plan, elements, block_elements, single_stage)
+
+
+def _said_of_pages(plan: Plan) -> Iterator[str]:
+    if plan.kept.paged:
+        yield (
+            f"optimizer={plan.optimizer!r} keeps the state of weights of {LEAST_PAGED:,} elements or more in "
+            "memory that CUDA moves between GPU and host as needed: it is in no figure here."
+        )
 
 
 def rank_stages(plan: Plan) -> type[RankStages]:

@@ -12,7 +12,6 @@ from memplan.engines.torch.sharding import partial_sum
 from memplan.engines.torch.stage import RankStages
 from memplan.mesh import WORLD, Group
 from memplan.placements import Partial, Shard
-from memplan.plan import MOMENTS, N_MOMENTS
 from memplan.record import Collective, Event, Stretch, allocs, chain, events, frees, repeated
 from memplan.shapes import FP32, FP64, Buffer, Parameter, buffer_of
 
@@ -83,8 +82,12 @@ def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
 def implementation(stages: RankStages) -> str:
     """The optimizer's implementation: by default "foreach" on CUDA, "for-loop" on CPU.
 
+    That of bitsandbytes has a kernel for each weight, as if fused.
+
     Source: `torch.optim.optimizer:_default_to_fused_or_foreach`.
     """
+    if stages.plan.kept.bits is not None:
+        return "fused"
     if stages.options.optimizer_impl != "default":
         return stages.options.optimizer_impl
     return "foreach" if not stages.update_device.on_cpu else "for-loop"
@@ -102,7 +105,7 @@ def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
         for parameter in parameters:
             for copies in _reads(stages, [(parameter, 1)]):
                 found += copies.events()
-            if N_MOMENTS[stages.plan.optimizer] == 2:
+            if stages.is_adam:
                 names = [f"{parameter.name} ({what})" for what in ("square root", "denominator")]
                 elements = _elements(stages, parameter)
                 root, made = (buffer_of(name, (elements,), stages.weight_dtype) for name in names)
@@ -123,14 +126,14 @@ def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
     for group in _updated_lists(stages, in_order):
         for copies in _reads(stages, group):
             yield from copies.events()
-        if N_MOMENTS[stages.plan.optimizer] == 2:
+        if stages.is_adam:
             sizes = [(f"{p.name} (square root)", n * _elements(stages, p)) for p, n in group]
             made = [buffer_of(name, (elements,), stages.weight_dtype) for name, elements in sizes]
             yield from (*allocs(*made), *frees(*made))
 
 
 def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:
-    """The fused kernel: nothing but copies of gradients, each made once.
+    """A fused kernel, or bitsandbytes' for each weight: nothing but copies of gradients, each made once.
 
     Source: `torch.optim.adam:_fused_adam`, aten/src/ATen/native/FusedAdam.cpp (`_fused_adam_kernel_cpu_`).
     """
@@ -309,14 +312,15 @@ def states_in_order(stages: RankStages) -> Iterator[Buffer]:
 
     Source: `torch.optim.adam:Adam._init_group`, `torch.optim.sgd:_multi_tensor_sgd`.
     """
-    names = MOMENTS[stages.plan.optimizer]
+    maps = stages.maps_of_8_bits
     for group in _updated_lists(stages, in_order=True):
         for parameter, _ in group:
             if stages.counts_steps:
                 yield buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")
-            shape = stages.state_shape(parameter)
-            for name in names:
-                yield buffer_of(f"{parameter.name}.{name}", shape, stages.weight_dtype, "optimizer")
+            if stages.is_of_8_bits(parameter):
+                yield from maps
+                maps = []
+            yield from stages.moments(parameter)
 
 
 def _elements(stages: RankStages, parameter: Parameter) -> int:

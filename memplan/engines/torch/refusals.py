@@ -279,6 +279,24 @@ def _check_update(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_bitsandbytes(model: Model, plan: Plan) -> None:
+    """Raise for what has no rule beside bitsandbytes' optimizers."""
+    if plan.kept.bits is None:
+        return
+    impl = torch_options(plan).optimizer_impl
+    not_modelled = (
+        (plan.tp > 1, f"tp={plan.tp}"),
+        (plan.zero > 0, f"zero={plan.zero}"),
+        (plan.formats.loss_scaled, f"precision={plan.precision!r}"),
+        (impl != "default", f"optimizer_impl={impl!r}"),
+    )
+    for what in [what for asked, what in not_modelled if asked]:
+        raise MissingRule(
+            f"optimizer={plan.optimizer!r} with {what} has no rule yet; leave one of them out, or use adamw.",
+            kind=f"an optimizer of bitsandbytes with {what.partition('=')[0]}",
+        )
+
+
 def _check_data_axis(model: Model, plan: Plan) -> None:
     if plan.zero and plan.n_shards == 1:
         raise PlanRefused(
@@ -633,6 +651,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_data_axis,
     _check_precision,
     _check_update,
+    _check_bitsandbytes,
     check_positions,
 )
 """The rules in the order in which they are asked."""
@@ -646,6 +665,12 @@ def check_device(plan: Plan, device: Device) -> None:
     Raises:
         PlanRefused: with value, rule and way out.
     """
+    if device.on_cpu and plan.kept.bits is not None:
+        raise MissingRule(
+            f"optimizer={plan.optimizer!r} of bitsandbytes has rules on GPUs only; use adamw, or "
+            "device='cuda'.",
+            kind="an optimizer of bitsandbytes on CPU",
+        )
     sgd, fused = plan.optimizer in ("sgd", "sgd-momentum"), torch_options(plan).optimizer_impl == "fused"
     if device.on_cpu and plan.formats.stored == BF16 and sgd and fused:
         raise PlanRefused(

@@ -21,7 +21,8 @@ from memplan.engines.torch.sharding import (
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided
-from memplan.plan import MOMENTS, N_MOMENTS, Plan, Rank, stage_layers
+from memplan.optimizers import LEAST_OF_8_BITS, LEAST_PAGED, MAP, SCALED
+from memplan.plan import Plan, Rank, stage_layers
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Shape, buffer_of
 from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
 
@@ -250,7 +251,7 @@ class RankStages:
         """The same stages on the data-parallel rank that holds most; without ZeRO-1 that is the first."""
         if self.owned is None:
             return self
-        per_element = N_MOMENTS[self.plan.optimizer] * self.weight_dtype.itemsize
+        per_element = len(self.plan.kept.moments) * self.weight_dtype.itemsize
         per_tensor = FP32.itemsize * self.counts_steps
         sizes = [sum([p.n_elements * per_element + per_tensor for p in owned]) for owned in self.partition]
         return self.at(dp=sizes.index(max(sizes)))
@@ -288,6 +289,34 @@ class RankStages:
         clones = self.plan.optimizer == "sgd-momentum" and not self.plan.fsdp
         return parameter.grad_shape if clones else self.weight_shape(parameter)
 
+    def moments(self, parameter: Parameter) -> list[Buffer]:
+        """The optimizer's tensors of a parameter on the device, but for a count of steps, as they are made.
+
+        Moments have the weight's type; bitsandbytes' eight bits, with a scale for each block of them, or 32.
+
+        Source: bitsandbytes/optim/optimizer.py (`Optimizer2State.init_state`, `get_state_buffer`), 0.50.
+        """
+        kept, shape, n = self.plan.kept, self.state_shape(parameter), self.weight_elements(parameter)
+        narrow, dtype = self.is_of_8_bits(parameter), self.weight_dtype
+        if kept.bits is not None:
+            dtype = UINT8 if narrow else FP32
+        found = [buffer_of(f"{parameter.name}.{name}", shape, dtype, "optimizer") for name in kept.moments]
+        scales = [f"{parameter.name}.absmax{i + 1}" for i in range(len(found))] if narrow else []
+        return [one for one in found if not kept.paged or n < LEAST_PAGED] + [
+            buffer_of(name, (-(-n // SCALED),), FP32, "optimizer") for name in scales
+        ]
+
+    def is_of_8_bits(self, parameter: Parameter) -> bool:
+        """Whether the optimizer's state of a parameter is of eight bits."""
+        return self.plan.kept.bits == 8 and self.weight_elements(parameter) >= LEAST_OF_8_BITS
+
+    @cached_property
+    def maps_of_8_bits(self) -> list[Buffer]:
+        """The values of eight bits, of all weights: a map for each moment."""
+        narrow = any(self.is_of_8_bits(parameter) for parameter, _ in self.counted_trained_parameters())
+        names = self.plan.kept.moments if narrow else ()
+        return [buffer_of(f"map of {name}", (MAP,), FP32, "optimizer") for name in names]
+
     @property
     def owned(self) -> list[Parameter] | None:
         """The parameters whose optimizer state this rank keeps under ZeRO-1; None: all of them."""
@@ -310,7 +339,12 @@ class RankStages:
     def counts_steps(self) -> bool:
         """Whether the device that updates the weights holds Adam's step counts, one for each weight."""
         on_device = self.update_device.on_cpu or self.options.optimizer_impl == "fused"
-        return on_device and N_MOMENTS[self.plan.optimizer] == 2
+        return on_device and self.is_adam
+
+    @property
+    def is_adam(self) -> bool:
+        """Whether PyTorch's Adam updates the weights, which counts steps for each of them."""
+        return self.plan.optimizer in ("adam", "adamw")
 
     @cached_property
     def step_counts(self) -> Alive:
@@ -336,10 +370,10 @@ class RankStages:
     def states(self) -> Alive:
         """Weights, padding or DDP's buckets, optimizer state.
 
-        Moments have the weight's type. Adam also counts steps in a float32 scalar.
+        Adam also counts steps in a float32 scalar.
         """
-        alive: Alive = Counter()
-        dtype, names = self.weight_dtype, MOMENTS[self.plan.optimizer]
+        alive: Alive = Counter(self.maps_of_8_bits)
+        dtype = self.weight_dtype
         owned = Counter(self.owned) if self.owned is not None else None
         sharded, in_buckets = self.plan.fsdp, self.plan.ddp
         of_bucket: Kind = "grads" if self.options.gradient_as_bucket_view else "temporaries"
@@ -356,10 +390,9 @@ class RankStages:
             if in_buckets:
                 alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, of_bucket)] += n
             kept = n if owned is None else owned[parameter]
-            for name in names if kept else ():
-                state = self.state_shape(parameter)
-                alive[buffer_of(f"{parameter.name}.{name}", state, dtype, "optimizer")] += kept
-            if kept and len(names) == 2:
+            for moment in self.moments(parameter) if kept else ():
+                alive[moment] += kept
+            if kept and self.is_adam:
                 alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
         if self.options.static_graph:
             n_parameters = sum(n for _, n in self.counted_trained_parameters())

@@ -124,6 +124,8 @@ def _summed(value: float, group: dist.ProcessGroup | None) -> float:
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Each tensor of the state once, but for those of paged memory."""
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    for state in inner.state.values():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
+    values = [value for state in inner.state.values() for value in state.values()]
+    found = [value for value in values if isinstance(value, Tensor) and not hasattr(value, "is_paged")]
+    yield from {id(value): value for value in found}.values()

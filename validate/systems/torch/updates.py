@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any, Final, cast
 
 import torch
@@ -26,7 +27,17 @@ OPTIMIZERS: Final[dict[str, Callable[..., Optimizer]]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-"""The class and arguments of each optimizer name."""
+"""The class and arguments of each of PyTorch's optimizers."""
+
+OF_BITSANDBYTES: Final = {
+    "adamw-8bit": "AdamW8bit",
+    "paged-adamw-8bit": "PagedAdamW8bit",
+    "paged-adamw-32bit": "PagedAdamW32bit",
+    "lion-8bit": "Lion8bit",
+    "paged-lion-8bit": "PagedLion8bit",
+    "paged-lion-32bit": "PagedLion32bit",
+}
+"""The class of each of bitsandbytes' optimizers."""
 
 IMPLEMENTATIONS: Final[dict[str, dict[str, bool]]] = {
     "default": {},
@@ -99,9 +110,13 @@ def optimizer_of(
     Where it takes all parameters at once, those that PyTorch does not take together are separate groups.
     Beside expert-parallel ranks all are one group: PyTorch takes DTensors of several meshes.
     """
+    parameters = [weight for module in modules for weight in module.parameters() if weight.requires_grad]
+    if plan.optimizer in OF_BITSANDBYTES:
+        classes = import_module("bitsandbytes.optim")
+        made = getattr(classes, OF_BITSANDBYTES[plan.optimizer])(parameters, lr=learning_rate)
+        return cast(Optimizer, made)
     kind = OPTIMIZERS[plan.optimizer]
     options: dict[str, Any] = {"lr": learning_rate, **IMPLEMENTATIONS[torch_options(plan).optimizer_impl]}
-    parameters = [weight for module in modules for weight in module.parameters() if weight.requires_grad]
     if plan.zero == 1 and mesh is not None:
         return ZeroRedundancyOptimizer(
             parameters,
