@@ -56,6 +56,7 @@ OPTIONS: Final = {
         "pipeline_model_parallel_size"
     ),
     "ep": "expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size ep_size",
+    "etp": "expert_tensor_parallel expert_tensor_parallel_size expert_tensor_parallel_degree",
     "cp": ("context_parallel context_parallel_size context_parallel_degree cp_size cp_degree ring_attention"),
     "cp_rotate_method": "cp_comm_strategy context_parallel_rotate_method",
     "sequence_parallel": "sp",

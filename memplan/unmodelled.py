@@ -36,12 +36,6 @@ ROWS: Final = (
         keywords="ulysses ulysses_size sp_size ulysses_sequence_parallel_size",
     ),
     NotModelled(
-        "tensor parallelism of experts",
-        "would divide each expert over ranks beside expert parallelism",
-        "use ep alone, or tp with ep=1, which divides each expert",
-        keywords="etp expert_tensor_parallel expert_tensor_parallel_size expert_tensor_parallel_degree",
-    ),
-    NotModelled(
         "torch.compile",
         "would fuse operations, which keep fewer activations and take less time",
         "plan without it: most compiled steps peak lower, but no rule says by how much",
@@ -227,9 +221,9 @@ def not_modelled(what: str, name: str) -> str | None:
 
     `what`: the words for the name's kind in an error: a plan's field, or "option of a plan".
 
-    >>> print(not_modelled("option of a plan", "etp"))  # doctest: +NORMALIZE_WHITESPACE
-    etp is not modelled yet: tensor parallelism of experts would divide each expert over ranks beside expert
-    parallelism; meanwhile use ep alone, or tp with ep=1, which divides each expert.
+    >>> print(not_modelled("option of a plan", "cudagraphs"))  # doctest: +NORMALIZE_WHITESPACE
+    cudagraphs is not modelled yet: CUDA graphs would keep the memory of a captured step in a pool of its own;
+    meanwhile plan without them, and leave more free (margin).
     >>> print(not_modelled("optimizer", "Adam_8bit").partition(":")[0])
     optimizer='Adam_8bit' is not modelled yet
     """

@@ -206,7 +206,6 @@ def test_a_path_is_no_repository(text):
 ASKED = [
     (["--precision", "fp8"], {"precision": "fp8"}, "precision='fp8'"),
     (["--ulysses", "2"], {"ulysses": 2}, "ulysses"),
-    (["--etp", "8"], {"etp": 8}, "etp"),
     (["--compile"], {"compile": True}, "compile"),
     (["--optimizer", "adamw4bit"], {"optimizer": "adamw4bit"}, "optimizer='adamw4bit'"),
     (["--optimizer", "paged_adam_8bit"], {"optimizer": "paged_adam_8bit"}, "optimizer='paged_adam_8bit'"),
@@ -235,9 +234,12 @@ def test_what_is_not_modelled_is_known_by_name(flags, keywords, said):
 
 def test_a_plan_to_compare_knows_them_too():
     run = CliRunner().invoke(
-        commands, ["compare", "gpt2", "etp=2", "dp=8", "--cluster", "8xh100-sxm", "--global-batch", "8"]
+        commands, ["compare", "gpt2", "ulysses=2", "dp=8", "--cluster", "8xh100-sxm", "--global-batch", "8"]
     )
-    assert (run.exit_code, "Error: etp is not modelled yet: tensor parallelism of" in run.output) == (2, True)
+    assert (run.exit_code, "Error: ulysses is not modelled yet: sequence parallelism by" in run.output) == (
+        2,
+        True,
+    )
 
 
 def test_a_row_is_of_nothing_that_is_modelled():
@@ -261,13 +263,13 @@ def test_each_name_is_of_one_row():
 
 
 def test_a_removed_row_is_all_that_is_needed(monkeypatch):
-    kept = tuple(row for row in ROWS if "etp" not in row.keywords.split())
+    kept = tuple(row for row in ROWS if "ulysses" not in row.keywords.split())
     assert len(kept) == len(ROWS) - 1
     monkeypatch.setattr("memplan.unmodelled.ROWS", kept)
-    assert not_modelled("option of a plan", "etp") is None
-    assert not any("parallelism of experts" in line for line in not_modelled_list())
-    run = CliRunner().invoke(commands, ["estimate", "gpt2", "--etp", "2"])
-    assert "no such flag --etp" in run.output
+    assert not_modelled("option of a plan", "ulysses") is None
+    assert not any("by all-to-all" in line for line in not_modelled_list())
+    run = CliRunner().invoke(commands, ["estimate", "gpt2", "--ulysses", "2"])
+    assert "no such flag --ulysses" in run.output
 
 
 def test_the_list_for_documentation_has_every_row():
