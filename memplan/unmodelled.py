@@ -54,10 +54,16 @@ ROWS: Final = (
         keywords="async_tp async_tensor_parallel tp_comm_overlap",
     ),
     NotModelled(
+        "a scale of what adapters give",
+        "would change values and no byte",
+        "leave it out",
+        keywords="lora_alpha use_rslora rslora",
+    ),
+    NotModelled(
         "a frozen weight in 8 bits, or in 4 by other rules than nf4's",
         "would be held in a half or a quarter of 16 bits, with scales of its own",
         "use quantize='nf4' with lora_rank, or weights in bfloat16, which hold more",
-        keywords="load_in_8bit",
+        keywords="load_in_8bit load_in_4bit qlora quantization",
         values={
             "precision": "int8 int4 nf4 8bit 4bit",
             "quantize": "int8 fp4 mxfp4 gptq awq hqq",

@@ -89,7 +89,12 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dp": 2, "zero": 3, "fsdp_version": 1}, MissingRule, "fsdp_version=1 has no rule yet; use fsdp_ver"),
     ({"dp": 2, "zero": 3, "quantize": "nf4"}, MissingRule, "zero=3 of weights in 4 bits has no rule yet"),
     ({"quantize": "nf4", "seq_len": 512}, MissingRule, "of 512 tokens, .*; use micro_batch and seq_len of"),
-    ({"lora_targets": "wq"}, InvalidValue, "Target modules .*wq.* not found in the base model"),
+    ({"lora_targets": "wq"}, InvalidValue, "lora_targets='wq', .* not found .*; use .* names of down_proj,"),
+    (
+        {"precision": "fp16-mixed"},
+        MissingRule,
+        "precision='fp16-mixed' has no rule yet; use precision=",
+    ),
     ({"engine": "megatron"}, MissingRule, "engine='megatron' has no rule for adapters; leave it out"),
     ({"lora_rank": 0}, InvalidValue, "lora_rank=0"),
 ]

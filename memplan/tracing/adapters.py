@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memplan.adapters import ALL_LINEAR, Adapters
-from memplan.errors import installed
+from memplan.errors import InvalidValue, installed, reason
 
 BLOCK: Final = 64
 """Weights that share a scale (`blocksize` of `bitsandbytes.functional.quantize_4bit`)."""
@@ -35,6 +35,10 @@ def with_adapters(module: Any, asked: Adapters, compute: torch.dtype) -> nn.Modu
     them.
 
     Source: `peft.utils.other:prepare_model_for_kbit_training`, `peft.mapping_func:get_peft_model`.
+
+    Raises:
+        InvalidValue: names of no module.
+        MissingPackage: PEFT is not installed.
     """
     module.to(compute)
     if asked.quantize != "none":
@@ -45,7 +49,15 @@ def with_adapters(module: Any, asked: Adapters, compute: torch.dtype) -> nn.Modu
                 parameter.data = parameter.data.to(torch.float32)
     with catch_warnings():
         simplefilter("ignore")  # of a property that transformers renames, and of what PEFT puts right
-        return cast(nn.Module, _peft().get_peft_model(module, lora_config(asked, module)))
+        try:
+            return cast(nn.Module, _peft().get_peft_model(module, lora_config(asked, module)))
+        except ValueError as error:
+            weighted = [name for name, one in module.named_parameters() if one.dim() == 2]
+            known = sorted({name.split(".")[-2] for name in weighted})
+            raise InvalidValue(
+                f"lora_targets={asked.targets!r}, modules_to_save={asked.saved!r}: {reason(error)} "
+                f"(PEFT); use all-linear, or names of {', '.join(known)}."
+            ) from None
 
 
 def lora_config(asked: Adapters, module: nn.Module) -> Any:

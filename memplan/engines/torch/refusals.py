@@ -369,6 +369,7 @@ def _check_adapters(model: Model, plan: Plan) -> None:
     not_modelled = (
         *[(n > 1, f"{axis}={n}", f"{axis}=1") for axis, n in degrees.items()],
         (plan.fsdp and options.fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (plan.formats.loss_scaled, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
         (
             plan.fsdp and plan.quantize != "none",
             f"zero={plan.zero} of weights in 4 bits",
