@@ -295,7 +295,7 @@ def test_the_inverse_questions_are_commands_that_say_the_answer_first():
 
 @pytest.mark.parametrize("command", ["estimate", "budget", "search", "advise"])
 def test_every_field_of_a_plan_is_a_flag_and_a_field_of_compare(command: str):
-    known = commands.commands[command]
+    known = commands.get_command(click.Context(commands), command)
     assert isinstance(known, PlanCommand)
     flags = {flag for each in [*known.params, *known.options_of(USUAL_ENGINE)] for flag in each.opts}
     assert {f"--{name.replace('_', '-')}" for name in plan_fields()} <= flags
@@ -400,6 +400,10 @@ def test_compare_says_which_is_better_and_why():
     twice = run("compare", "llama-3-70b", "zero=1,tp=8,zero=3", "zero=3", *asked[4:])
     assert twice.exit_code == 2
     assert "zero has two values, '1' and '3'; use one of them." in twice.stderr
+    outside = run("compare", "llama-3-70b", "--zero 1", "--zero 3", "--recompute", "full", *asked[4:])
+    assert outside.exit_code == 2
+    assert "--recompute is a plan's flag" in outside.stderr
+    assert "write it within the quotes of each" in outside.stderr
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_a_notebook_opens_with_a_question_and_ends_with_an_exercise_and_its_answ
 
 def test_a_formula_stands_beside_the_pictures(committed):
     prose = "\n".join(cell.source for cell in committed.cells if cell.cell_type == "markdown")
-    assert re.search(r"^\$\$ .+ \$\$$", prose, re.MULTILINE), "no formula"
+    assert re.search(r"^\$\$ .+\$\$$", prose, re.MULTILINE), "no formula"
 
 
 def test_code_is_narrow_and_its_plumbing_stands_apart(committed):

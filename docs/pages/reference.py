@@ -123,21 +123,21 @@ def values_of(field: Field) -> str:
         case Number():
             return "a number above 0"
         case _:
-            return "a text"
+            return "a name"
 
 
 def fields_table(fields: Mapping[str, Field], defaults: Mapping[str, Any]) -> str:
-    """One row for each field: keyword, values, default, meaning."""
+    """One row for each field: keyword, meaning, values, default."""
     rows = [
         (
             code(name),
+            plain(field.help),
             values_of(field),
             "" if defaults[name] in (None, "") else code(defaults[name]),
-            plain(field.help),
         )
         for name, field in fields.items()
     ]
-    return table(("keyword", "values", "default", "meaning"), rows)
+    return table(("keyword", "meaning", "values", "default"), rows)
 
 
 def defaults_of(kind: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def on_file() -> str:
     cpu = [_file_row(path) for path in [*files, *sorted((folder / "releases").glob("*.jsonl"))]]
     head = ("file", "what", "cases", "ranks", "exact", "median", "worst")
     nogpu = [_nogpu_row(name) for name in sorted(EXPECTED)]
-    nogpu_head = ("file", "what", "ranks", "requested", "allocated", "reserved", "worst reserved")
+    nogpu_head = ("file", "what", "ranks", "requested", "allocated", "reserved", "worst")
     return f"""# What is on file
 
 One row for each file of `data/measurements`.

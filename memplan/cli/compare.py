@@ -33,6 +33,14 @@ class CompareCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {flag for option in self.get_params(ctx) for flag in option.opts}
+        plans = [word for word in args if _is_plan(word, own)]
+        if len(plans) > 2:
+            flag = plans[2].partition(" ")[0]
+            raise click.UsageError(
+                f"{flag} is a plan's flag, and both plans are given; write it within the quotes of each, "
+                f'as in "--tp 8 {flag} ...".',
+                ctx,
+            )
         return super().parse_args(ctx, [f" {word}" if _is_plan(word, own) else word for word in args])
 
 

@@ -92,6 +92,9 @@ BESIDE: Final[dict[str, Any]] = {"loc": "outside right center", "frameon": False
 CLOSE: Final[dict[str, Any]] = {"columnspacing": 1.2, "handlelength": 1.6}
 """The entries of a legend close to each other."""
 
+IN_A_ROW: Final = 100
+"""The most characters of labels in a legend's row below a figure of the usual width."""
+
 PAPER: Final[dict[str, Any]] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 DASHED: Final[dict[str, Any]] = {"color": "black", "linestyle": (0, (4, 3)), "linewidth": 1.2}
 DOTTED: Final[dict[str, Any]] = {"color": "black", "linestyle": ":", "linewidth": 1.0}
@@ -244,13 +247,13 @@ def plain(axes: "Axes") -> None:
 
 
 def legend_below(figure: "Figure", axes: "Axes") -> None:
-    """A legend below the axes: the parts as they are stacked, then the lines; more than 6 in two rows."""
+    """A legend below the axes: the parts as they are stacked, then the lines, in one row or two."""
     from matplotlib.lines import Line2D
 
     handles, labels = axes.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda i: (isinstance(handles[i], Line2D), labels[i] == HOLDS))
     handles, labels = [handles[i] for i in order], [labels[i] for i in order]
-    n_columns = len(handles) if len(handles) <= 6 else -(-len(handles) // 2)
+    n_columns = len(handles) if sum(map(len, labels)) <= IN_A_ROW else -(-len(handles) // 2)
     figure.legend(handles, labels, ncols=n_columns, **BELOW, **CLOSE)
 
 
