@@ -20,6 +20,8 @@ SUITES: Final = {
     "experts": "transformers' mixtures of experts over expert ranks",
     "context": "transformers' modules over context ranks",
     "fsdp1": "FullyShardedDataParallel",
+    "adapters": "LoRA and QLoRA by PEFT and bitsandbytes",
+    "optimizers": "bitsandbytes' optimizers",
     "deepspeed": "DeepSpeed's ZeRO-0 to 3",
     "fullsize": "single ranks at true size, on tensors without data",
     "gpu-standin": "single ranks of 8 to 1,024, the others played",
