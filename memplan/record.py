@@ -142,15 +142,33 @@ def flops_of(kind: ComputeKind, operands: tuple[Shape, ...]) -> int:
     return 2 * n_elements(left) * right[-1]
 
 
+def gradient_products(
+    kind: ComputeKind, operands: tuple[Shape, ...]
+) -> tuple[tuple[ComputeKind, tuple[Shape, ...]], ...]:
+    """The products of an operation's backward pass, one for each operand's gradient; attention has a kernel.
+
+    Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
+
+    >>> gradient_products(ComputeKind.MM, ((2, 3), (3, 4)))[0]
+    (<ComputeKind.MM: 'mm'>, ((2, 4), (4, 3)))
+    >>> gradient_products(ComputeKind.MM, ((2, 3), (3, 4)))[1]
+    (<ComputeKind.MM: 'mm'>, ((3, 2), (2, 4)))
+    """
+    if kind is ComputeKind.ATTENTION:
+        return ((ComputeKind.ATTENTION_BACKWARD, operands),)
+    left, right = operands
+    grad = (*left[:-1], right[-1])
+    left_transposed, right_transposed = ((*one[:-2], one[-1], one[-2]) for one in operands)
+    return (kind, (grad, right_transposed)), (kind, (left_transposed, grad))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compute:
     """What is computed; compared by identity.
 
     `operands`: their shapes, as its kind says; empty where only FLOPs are known. `shape`, `dtype`: its
     result's. `moved_bytes`, `n_kernels`: of `ComputeKind.MEMORY`, what its kernels read and write, and how
-    many they are. `n_grads`: the products as large as this one that backward runs for it and that the record
-    has no events of: one for the gradient of each operand (Kaplan et al. 2020, arXiv:2001.08361, section
-    2.1). A traced module's record has events of them.
+    many they are.
     """
 
     kind: ComputeKind
@@ -159,18 +177,17 @@ class Compute:
     flops: int
     shape: Shape
     dtype: DType
-    n_grads: int = 2
     moved_bytes: int = 0
     n_kernels: int = 1
 
     @property
     def backward_flops(self) -> int:
-        """FLOPs of backward passes that it stands for, without recomputation.
+        """FLOPs of a backward pass, without recomputation.
 
         Neglects: fused attention computes its scores again in backward.
         """
         if self.phase != "backward":
-            return self.n_grads * self.flops if self.phase == "forward" else 0
+            return 0
         fused = self.kind is ComputeKind.ATTENTION_BACKWARD
         return 2 * flops_of(ComputeKind.ATTENTION, self.operands) if fused else self.flops
 

@@ -1,6 +1,6 @@
 """The start and end of every pass of a pipeline: each starts when its rank is free and its input is there."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -14,9 +14,6 @@ from memplan.traffic import collectives
 
 MOST_PASSES: Final = 100_000
 """The most passes of a timetable."""
-
-BACKWARD_PARTS: Final[Mapping[PassPart, int]] = {"backward": 1, "backward-input": 2, "backward-weight": 2}
-"""How many parts of equal FLOPs a backward pass has, by what these are."""
 
 
 @final
@@ -93,9 +90,8 @@ def _passes(stretch: Stretch) -> Iterator[Stretch]:
 
 
 def _works(of: StageEstimate) -> Iterator[_Work]:
-    """The work of each pass of a rank; that of a backward pass follows from its stage's forward pass."""
+    """The work of each pass of a rank."""
     stages, schedule = of.plan.stages_of(of.stage), SCHEDULES.named(of.plan.schedule)
-    to_come: dict[int, int] = {}
     seen: dict[tuple[int, PassPart], int] = {}
     known: dict[Stretch, tuple[int, int, int, int, int]] = {}
     for stretch in _passes(of.record.step):
@@ -103,15 +99,11 @@ def _works(of: StageEstimate) -> Iterator[_Work]:
         if stretch not in known:
             known[stretch] = _sums(stretch, of)
         forward, backward, recomputed, tp_bytes, pp_bytes = known[stretch]
-        if part == "forward":
-            to_come[local], products = backward, forward
-        else:
-            products = to_come[local] // BACKWARD_PARTS[part] + backward
         kind: PassPart = "backward" if part == "backward-input" else part
         n = seen[local, kind] = seen.get((local, kind), -1) + 1
         if part != "forward" and schedule.backward_reversed:
             n = of.plan.n_micro_batches - 1 - n
-        yield _Work(stages[local], part, n, products, recomputed, tp_bytes, pp_bytes)
+        yield _Work(stages[local], part, n, forward + backward, recomputed, tp_bytes, pp_bytes)
 
 
 def _sums(stretch: Stretch, of: StageEstimate) -> tuple[int, int, int, int, int]:

@@ -126,6 +126,7 @@ class ToyEngine(Engine):
         spare = buffer_of("spare outputs", (options.spare_blocks, *shape), BF16, "activations")
         flops = 2 * weights.shape[0] * plan.micro_batch * plan.seq_len // model.n_blocks
         computed = Compute(kind=ComputeKind.UNKNOWN, phase="forward", flops=flops, shape=shape, dtype=BF16)
+        back = replace(computed, phase="backward", flops=2 * flops)
         gathered = Collective(
             kind="all_gather", axis="slice", what="weights of a block", overlap="compute",
             payload_bytes=weights.n_bytes * plan.mesh.size("slice") // model.n_blocks,
@@ -134,7 +135,9 @@ class ToyEngine(Engine):
         forward = events("block", [*([gathered] if sliced else []), Alloc(output), computed])
         steps: list[Stretch] = [
             passed(0, "forward", repeated(forward, model.n_blocks)),
-            passed(0, "backward", repeated(events("backward of a block", [Free(output)]), model.n_blocks)),
+            passed(
+                0, "backward", repeated(events("backward of a block", [back, Free(output)]), model.n_blocks)
+            ),
         ]
         among = "dp x slice" if sliced else "dp"
         reduced = Collective(kind="all_reduce", axis=among, what="all gradients", payload_bytes=grads.n_bytes)
@@ -160,10 +163,11 @@ class ToyEngine(Engine):
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         """All weights in the embedding: the toy's blocks have shares of them."""
         n, size = self._elements(model, plan), plan.micro_batch * plan.seq_len
-        nothing = Costs(elements=0, computed=(), of_passes=(), sent_bytes=0, saved_bytes=0)
+        nothing = Costs(elements=0, computed=(), backward=(), sent_bytes=0, saved_bytes=0)
         flops = 2 * n * size // model.n_blocks
         each = (Compute(kind=ComputeKind.UNKNOWN, phase="forward", flops=flops, shape=(), dtype=BF16),)
-        block = nothing._replace(computed=each, of_passes=each, saved_bytes=2 * size * model.d_model)
+        back = (replace(each[0], phase="backward", flops=2 * flops),)
+        block = nothing._replace(computed=each, backward=back, saved_bytes=2 * size * model.d_model)
         blocks = dict.fromkeys(model.kinds, block)
         return PartCosts(
             embedding=nothing._replace(elements=n), head=nothing, blocks=blocks, recomputed=blocks,

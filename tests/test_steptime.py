@@ -114,7 +114,7 @@ def test_a_step_by_hand():
 
 
 def test_a_step_costs_what_its_operations_were_measured_to_take():
-    """gpt2 on one A100: each product, and two as large for its gradients; attention; what kernels move."""
+    """gpt2 on one A100: each product, with two as large for its gradients; attention; what kernels move."""
     e = memplan.estimate("gpt2", cluster="1xa100-80-sxm", global_batch=4, micro_batch=2)
     share = toml_table("time/sustained.toml")["a100-80-sxm"]["of_products"]
     curve, _ = curve_of(e.cluster.gpu, "bf16")
@@ -123,6 +123,8 @@ def test_a_step_costs_what_its_operations_were_measured_to_take():
         if not isinstance(event, Compute):
             continue
         if event.kind is ComputeKind.MM:
+            if event.phase == "backward":
+                continue
             (m, k), (_, width) = event.operands
             sizes = (m, width, k), (m, k, width), (k, width, m)
             products_s += n * sum(product_s("a100-80-sxm", "bf16", *each) for each in sizes) / share
@@ -133,7 +135,7 @@ def test_a_step_costs_what_its_operations_were_measured_to_take():
                 for b in (False, True)
             )
             products_s += n * sum(passes) / share
-        else:
+        elif event.kind is not ComputeKind.ATTENTION_BACKWARD:
             assert event.kind is ComputeKind.MEMORY
             launches_s = event.n_kernels * curve.launch_us * 1e-6
             moved_s += n * (launches_s + event.moved_bytes / (curve.memory_tb_per_s * 1e12))
@@ -164,7 +166,7 @@ def test_as_many_bytes_in_more_kernels_take_longer():
     one = Compute(kind=ComputeKind.MEMORY, phase="forward", flops=0, shape=(), dtype=BF16, moved_bytes=8)
     few, many = (replace(one, n_kernels=n) for n in (1, 2))
     own = operations_of(memplan.gpu("h100-sxm"), "bf16", False, False)
-    assert own.seconds(many)[0] == pytest.approx(2 * own.seconds(few)[0], rel=1e-3)
+    assert own.seconds(many) == pytest.approx(2 * own.seconds(few), rel=1e-3)
 
 
 def test_tensor_traffic_by_hand():
@@ -386,7 +388,7 @@ def test_operands_are_those_that_pytorch_computes_with(model):
     rank = rank_estimate(model, Plan(seq_len=16, micro_batch=2, precision="fp32"), Rank(), CPU)
     said: Counter[Any] = Counter()
     for event, n in rank.work.counts.items():
-        if isinstance(event, Compute) and event.kind is not ComputeKind.MEMORY:
+        if isinstance(event, Compute) and event.kind is not ComputeKind.MEMORY and event.phase == "forward":
             said[event.kind, event.operands] += n
             assert event.flops == flops_of(event.kind, event.operands)
     assert said == ran.found
@@ -418,9 +420,10 @@ class ByShape:
 
 
 def test_a_time_model_receives_the_shape_of_every_product():
+    """Also of gradients: that of the down projection's input has the shape of the up projection's output."""
     e = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", tp=8, micro_batch=2, global_batch=8, seq_len=512)
     up_and_gate, down, other = (1024, 4096, 1792), (1024, 1792, 4096), (1024, 4096, 4096)
-    assert [replace(e, time_model=ByShape(mkn)).step_s for mkn in (up_and_gate, down, other)] == [256, 128, 0]
+    assert [replace(e, time_model=ByShape(mkn)).step_s for mkn in (up_and_gate, down, other)] == [384, 384, 0]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

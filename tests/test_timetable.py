@@ -49,7 +49,11 @@ def test_a_rank_is_busy_for_as_long_as_its_step_says(estimate):
 
 
 def test_the_step_ends_when_the_bubbles_closed_form_says(estimate):
-    """Of stages that are equally long: by their products, without what the embedding and the head move."""
+    """Of stages that are equally long: by their products, without what the embedding and the head move.
+
+    Of a few tokens, since attention's gradients belong to the first half of a split backward pass alone.
+    """
+    estimate = planned(estimate.plan.schedule, 12, seq_len=2)
     estimate = replace(estimate, time_model=Roofline(efficiency=0.5))
     end_s = max(each.stop_s for each in timetable(estimate))
     time = estimate.time

@@ -236,15 +236,14 @@ class _Plans:
     def computed_s(self, part: Part, prices: Prices) -> Any:
         """The least seconds of a part's forward pass, or of what is recomputed of it."""
         return self.for_micro_batch(
-            lambda costs: sum([prices.operation_s(e)[0] for e in _costs_of(part, costs).computed])
+            lambda costs: sum([prices.operation_s(e) for e in _costs_of(part, costs).computed])
         )
 
     def backward_s(self, part: Part, prices: Prices) -> Any:
         """The least seconds of a part's backward pass without recomputation."""
 
         def seconds(costs: PartCosts) -> float:
-            events = _costs_of(part, costs).of_passes
-            return sum([prices.operation_s(e)[e.phase == "forward"] for e in events])
+            return sum([prices.operation_s(e) for e in _costs_of(part, costs).backward])
 
         return self.for_micro_batch(seconds)
 

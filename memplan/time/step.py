@@ -486,8 +486,8 @@ class Prices(ABC):
     """What the operations and the traffic of a plan, or of many, cost in seconds."""
 
     @abstractmethod
-    def operation_s(self, event: Compute) -> tuple[float, float]:
-        """Seconds of a computation itself, and of the backward pass that it stands for.
+    def operation_s(self, event: Compute) -> float:
+        """Seconds of a computation.
 
         At least: a function that is convex in the micro-batch, and never above the seconds.
         """
@@ -515,12 +515,10 @@ class RooflinePrices(Prices):
         self.memory_bytes_per_s = cluster.gpu.memory_bytes_per_s or inf
         self.bytes_per_s = GroupRates(plan, cluster)
 
-    def operation_s(self, event: Compute) -> tuple[float, float]:
-        """Seconds of its FLOPs, and of those of its backward pass, at the fraction of the peak rate."""
-        own = event.backward_flops if event.phase == "backward" else event.flops
-        grads = event.backward_flops if event.phase == "forward" else 0
-        each = (float(compute_s(n, self.flops_per_s, self.efficiency)) for n in (own, grads))
-        return next(each), next(each)
+    def operation_s(self, event: Compute) -> float:
+        """Seconds of its FLOPs at the fraction of the peak rate."""
+        flops = event.backward_flops if event.phase == "backward" else event.flops
+        return float(compute_s(flops, self.flops_per_s, self.efficiency))
 
     def collectives_s(self, total: CollectiveTotal) -> float:
         """Seconds of the bytes that the rank sends, at the slowest link's rate."""
@@ -544,8 +542,8 @@ class MeasuredPrices(Prices):
         self.operations = operations_of(cluster.gpu, plan.formats.matmul, least, flash_2)
         self._rates: dict[Group, Quantity] = {}
 
-    def operation_s(self, event: Compute) -> tuple[float, float]:
-        """Seconds of a computation itself, and of the backward pass that it stands for."""
+    def operation_s(self, event: Compute) -> float:
+        """Seconds of a computation."""
         return self.operations.seconds(event)
 
     def collectives_s(self, total: CollectiveTotal) -> float:
@@ -592,9 +590,7 @@ def passes_s(counts: Counts, prices: Prices) -> tuple[float, float, float]:
     found = {"forward": 0.0, "backward": 0.0, "recompute": 0.0}
     for event, n in counts.items():
         if isinstance(event, Compute):
-            own_s, grads_s = prices.operation_s(event)
-            found[event.phase] += n * own_s
-            found["backward"] += n * grads_s
+            found[event.phase] += n * prices.operation_s(event)
     return found["forward"], found["backward"], found["recompute"]
 
 
