@@ -75,7 +75,7 @@ def step_time(estimates: Mapping[str, Estimate]) -> "Figure":
         bars,
         SECONDS,
         title=_fastest(estimates),
-        subtitle=f"a step's time on the stage that waits least; {common_text(every)}\n{every[0].time_model.label}",
+        subtitle=f"a step on the stage that waits least; {common_text(every)}\n{every[0].time_model.label}",
         xlabel=f"time of a step ({unit})",
     )
 
