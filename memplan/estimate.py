@@ -43,13 +43,13 @@ from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
 from memplan.shapes import Kind
 from memplan.tape import Backend
 from memplan.text_tables import html_text
+from memplan.time.prices import peak_flops_per_s
 from memplan.time.step import (
     RankWork,
     StepTime,
     TimeModel,
     forward_flops,
     model_flops,
-    peak_flops_per_s,
     per_s,
     recomputed_flops,
     time_model_of,
@@ -238,7 +238,7 @@ class StageEstimate:
     @property
     def work(self) -> RankWork:
         """The rank's work in a step, for a time model."""
-        return RankWork(counts=self.record.step.counts, collectives=self.collectives, states=self.states)
+        return RankWork(step=self.record.step, collectives=self.collectives, states=self.states)
 
     @property
     def sent_bytes(self) -> int:
@@ -447,9 +447,9 @@ class Estimate:
 
     @property
     def time(self) -> StepTime | None:
-        """The slowest stage's step: parts that add up to `step_s`."""
+        """The step of the stage that waits least for others: parts that add up to `step_s`."""
         times = self.stage_times
-        return None if times is None else max(times, key=lambda time: time.total_s)
+        return None if times is None else min(times, key=lambda time: time.bubble_s)
 
     @property
     def step_s(self) -> float | None:

@@ -21,7 +21,7 @@ bytes held between steps; `counts`, how often each computation and each collecti
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from memplan.mesh import Group
 from memplan.shapes import Buffer, DType, Parameter, Shape, n_elements
@@ -39,9 +39,8 @@ CollectiveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send", "recv", "copy"
 ]
 
-
-Overlap = Literal["nothing", "backward", "compute"]
-"""What a collective may overlap with: nothing, its own backward pass, or any computation of the step."""
+COMPUTE: Final = "compute"
+"""The stream of computations."""
 
 
 class Alloc(NamedTuple):
@@ -80,6 +79,23 @@ class AddToIncoming(NamedTuple):
     """
 
     buffer: Buffer
+
+
+class RecordEvent(NamedTuple):
+    """`event.record(stream)`: the event is over once all that a stream was given so far is done."""
+
+    event: str
+    stream: str
+
+
+class WaitStream(NamedTuple):
+    """`stream.wait_stream(other)`: later work of a stream waits for all work of another one so far.
+
+    `other` may also be an event that was recorded (`stream.wait_event`).
+    """
+
+    stream: str
+    other: str
 
 
 HookKind = Literal["pre_forward", "post_forward", "pre_backward", "post_backward"]
@@ -142,15 +158,33 @@ def flops_of(kind: ComputeKind, operands: tuple[Shape, ...]) -> int:
     return 2 * n_elements(left) * right[-1]
 
 
+def gradient_products(
+    kind: ComputeKind, operands: tuple[Shape, ...]
+) -> tuple[tuple[ComputeKind, tuple[Shape, ...]], ...]:
+    """The products of an operation's backward pass, one for each operand's gradient; attention has a kernel.
+
+    Source: Kaplan et al. 2020, arXiv:2001.08361, section 2.1.
+
+    >>> gradient_products(ComputeKind.MM, ((2, 3), (3, 4)))[0]
+    (<ComputeKind.MM: 'mm'>, ((2, 4), (4, 3)))
+    >>> gradient_products(ComputeKind.MM, ((2, 3), (3, 4)))[1]
+    (<ComputeKind.MM: 'mm'>, ((3, 2), (2, 4)))
+    """
+    if kind is ComputeKind.ATTENTION:
+        return ((ComputeKind.ATTENTION_BACKWARD, operands),)
+    left, right = operands
+    grad = (*left[:-1], right[-1])
+    left_transposed, right_transposed = ((*one[:-2], one[-1], one[-2]) for one in operands)
+    return (kind, (grad, right_transposed)), (kind, (left_transposed, grad))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compute:
     """What is computed; compared by identity.
 
     `operands`: their shapes, as its kind says; empty where only FLOPs are known. `shape`, `dtype`: its
     result's. `moved_bytes`, `n_kernels`: of `ComputeKind.MEMORY`, what its kernels read and write, and how
-    many they are. `n_grads`: the products as large as this one that backward runs for it and that the record
-    has no events of: one for the gradient of each operand (Kaplan et al. 2020, arXiv:2001.08361, section
-    2.1). A traced module's record has events of them.
+    many they are.
     """
 
     kind: ComputeKind
@@ -159,18 +193,17 @@ class Compute:
     flops: int
     shape: Shape
     dtype: DType
-    n_grads: int = 2
     moved_bytes: int = 0
     n_kernels: int = 1
 
     @property
     def backward_flops(self) -> int:
-        """FLOPs of backward passes that it stands for, without recomputation.
+        """FLOPs of a backward pass, without recomputation.
 
         Neglects: fused attention computes its scores again in backward.
         """
         if self.phase != "backward":
-            return self.n_grads * self.flops if self.phase == "forward" else 0
+            return 0
         fused = self.kind is ComputeKind.ATTENTION_BACKWARD
         return 2 * flops_of(ComputeKind.ATTENTION, self.operands) if fused else self.flops
 
@@ -181,28 +214,26 @@ class Collective:
 
     `payload_bytes` is the operand of each call as the framework passes it: the full tensor of an all-gather
     or a reduce-scatter. `axis`: the group of ranks, as `memplan.mesh` names it. `what` is for people.
+    `stream`: what runs it; computation goes on meanwhile, up to a `WaitStream`, unless it is `COMPUTE`. A
+    group's collectives run one after the other, on whatever stream.
     """
 
     kind: CollectiveKind
     axis: Group
     what: str
     payload_bytes: int
-    overlap: Overlap = "nothing"
+    stream: str = COMPUTE
     calls: int = 1
 
 
-class Pass(NamedTuple):
-    """A pass of a micro-batch through a stage; `reduces`: it reduces gradients as it computes them."""
+Timed = RecordEvent | WaitStream | Compute | Collective
+"""What takes time, or waits."""
 
-    part: PassPart
-    reduces: bool
-
-
-Event = Alloc | Free | AccumulateGrad | AddToIncoming | UnitHook | Compute | Collective
+Event = Alloc | Free | AccumulateGrad | AddToIncoming | UnitHook | Timed
 """What happens at an instant."""
 
-Counts = Mapping[Compute | Collective | Pass, int]
-"""Occurrences of each computation, collective and pass."""
+Counts = Mapping[Compute | Collective, int]
+"""Occurrences of each computation and collective."""
 
 Held = Mapping[Buffer, tuple[int, int]]
 """For each buffer its net number, and the least that the number reaches on the way: at most 0."""
@@ -213,7 +244,8 @@ class Stretch:
 
     `net_bytes` and `high_bytes` are of all repetitions, `high_bytes` at least 0. `stage_pass`: the index of
     the rank's stage whose pass this is, over its next micro-batch, and which part of it; None if it is no
-    pass. `has_passes`: it is a pass, or contains one. Never changed.
+    pass. `has_passes`: it is a pass, or contains one. `timed`: its events that take time or wait. `streams`:
+    whether anything in it runs beside the compute stream, or waits. Never changed.
     """
 
     __slots__ = (
@@ -228,6 +260,8 @@ class Stretch:
         "parts",
         "repeats",
         "stage_pass",
+        "streams",
+        "timed",
     )
 
     def __init__(
@@ -239,6 +273,8 @@ class Stretch:
         net_bytes: int,
         high_bytes: int,
         stage_pass: tuple[int, PassPart] | None = None,
+        timed: tuple[Timed, ...] = (),
+        streams: bool = False,
     ) -> None:
         self.name = name
         self.events = events
@@ -247,12 +283,14 @@ class Stretch:
         self.net_bytes = net_bytes
         self.high_bytes = high_bytes
         self.stage_pass = stage_pass
+        self.timed = timed
         self.has_passes = stage_pass is not None
-        if not self.has_passes:
-            for part in parts:
-                if part.has_passes:
-                    self.has_passes = True
-                    break
+        self.streams = streams
+        for part in parts:
+            if part.streams:
+                self.streams = True
+            if part.has_passes:
+                self.has_passes = True
         self._counts: Counts | None = None
         self._left: tuple[tuple[Buffer, int], ...] | None = None
         self._held: Held | None = None
@@ -280,7 +318,7 @@ class Stretch:
 
     @property
     def counts(self) -> Counts:
-        """Occurrences of each computation, collective and pass in all repetitions."""
+        """Occurrences of each computation and collective in all repetitions."""
         if self._counts is None:
             self._counts = _counts(self)
         return self._counts
@@ -303,43 +341,24 @@ def _held(stretch: Stretch) -> Held:
 
 def _counts(stretch: Stretch) -> Counts:
     times: dict[Stretch, int] = {}
-    found: dict[Compute | Collective | Pass, int] = {}
-    if stretch.has_passes:
-        _count_passes(stretch, 1, times, found)
-    else:
-        for part in stretch.parts:
-            times[part] = times.get(part, 0) + stretch.repeats
-        for event in stretch.events:
-            if isinstance(event, (Compute, Collective)):
-                found[event] = found.get(event, 0) + 1
+    found: dict[Compute | Collective, int] = {}
+    _count_parts(stretch, 1, times)
+    for event in stretch.timed:
+        if isinstance(event, (Compute, Collective)):
+            found[event] = found.get(event, 0) + stretch.repeats
     for part, n in times.items():
         for counted, n_each in part.counts.items():
             found[counted] = found.get(counted, 0) + n * n_each
     return found
 
 
-def _count_passes(
-    stretch: Stretch,
-    n: int,
-    times: dict[Stretch, int],
-    found: dict[Compute | Collective | Pass, int],
-) -> None:
-    """Add n times a stretch's passes to `found`, and its parts without passes to `times`."""
+def _count_parts(stretch: Stretch, n: int, times: dict[Stretch, int]) -> None:
+    """Add n times the parts of a stretch to `times`; of a schedule those of its passes."""
     for part in stretch.parts:
         if part.has_passes:
-            _count_passes(part, n * stretch.repeats, times, found)
+            _count_parts(part, n * stretch.repeats, times)
         else:
             times[part] = times.get(part, 0) + n * stretch.repeats
-    if stretch.stage_pass is not None:
-        _, kind = stretch.stage_pass
-        reduces = kind != "forward" and any(map(_reduces, stretch.parts))
-        one = Pass(kind, reduces)
-        found[one] = found.get(one, 0) + n
-
-
-def _reduces(stretch: Stretch) -> bool:
-    """Whether gradients are reduced in it."""
-    return any(isinstance(e, Collective) and e.overlap == "backward" for e in stretch.counts)
 
 
 def allocs(*buffers: Buffer) -> tuple[Event, ...]:
@@ -362,6 +381,8 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
     (12, 42)
     """
     kept: list[Event] = []
+    timed: list[Timed] = []
+    streams = False
     live = high = 0
     for event in sequence:
         kind = type(event)
@@ -373,8 +394,16 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
             live -= event[0].n_bytes  # type: ignore[index,union-attr]
         elif kind is AccumulateGrad or kind is AddToIncoming or kind is UnitHook:
             continue
+        else:
+            timed.append(event)  # type: ignore[arg-type]
+            streams = streams or (kind is not Compute and beside(event))  # type: ignore[arg-type]
         kept.append(event)
-    return Stretch(name, tuple(kept), (), 1, live, high)
+    return Stretch(name, tuple(kept), (), 1, live, high, None, tuple(timed), streams)
+
+
+def beside(event: Timed) -> bool:
+    """Whether an event is on another stream than `COMPUTE`, or between two."""
+    return not isinstance(event, Compute) and (not isinstance(event, Collective) or event.stream != COMPUTE)
 
 
 def chain(name: str, *parts: Stretch) -> Stretch:

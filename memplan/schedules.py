@@ -1,4 +1,4 @@
-"""Pipeline schedules as values: the order in which each rank runs its passes, its bubble, its requirements.
+"""Pipeline schedules as values: the order in which each rank runs its passes, and its requirements.
 
 `SCHEDULES` has memplan's own. Another package adds one by an entry point of the group `memplan.schedules`
 (see `memplan.registry`), and it is planned, searched and asked for by its name like these.
@@ -12,20 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
 from operator import index
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import Final, Literal, NamedTuple, final
 
-from memplan.arrays import namespace
 from memplan.orders import Action, Loop, Stages, actions, listed, loop_of, under_way
 from memplan.registry import Registry
 
 Order = Callable[[int, int, int, int], Loop]
 """The order of a rank's step, from (pp, rank, stages per rank, micro-batches)."""
-
-Bubble = Callable[[Any, Any, Any], Any]
-"""A rank's waiting time in a step, from (pp, stages per rank, micro-batches): numbers or arrays.
-
-The unit is a third of a micro-batch's time on a stage: a forward pass, or either half of a backward pass.
-"""
 
 MicroBatches = Callable[[int, int, int], tuple[int, str]]
 """(pp, stages per rank, wanted) to the least possible number of micro-batches, and the reason for it."""
@@ -38,7 +31,6 @@ class Schedule:
 
     Attributes:
         order: the passes of each rank.
-        bubble: how long a rank waits.
         runs_as: the class that runs it, as `module:name`.
         placement: stages are dealt out to the ranks in turn ("loop"), or go down the ranks and back up ("v").
         splits_backward: whether backward passes are taken apart: the gradient of the stage's input first,
@@ -51,7 +43,6 @@ class Schedule:
     """
 
     order: Order
-    bubble: Bubble
     runs_as: str
     placement: Literal["loop", "v"] = "loop"
     splits_backward: bool = False
@@ -64,20 +55,6 @@ class Schedule:
     def stages_per_rank(self) -> int | None:
         """The number of stages that each rank must have; None: any."""
         return 1 if self.single_stage else 2 if self.placement == "v" else None
-
-    def bubble_fraction(self, pp: Any, virtual_stages: Any, n_micro_batches: Any) -> Any:
-        """A rank's waiting time in a step as a fraction of its busy time: numbers or arrays.
-
-        Assumes: all stages take equally long; a forward pass takes as long as either half of a backward pass
-        (which matters where backward passes are split).
-
-        >>> [float(SCHEDULES.named(s).bubble_fraction(4, 1, 8)) * 8 for s in ("gpipe", "1f1b", "zero-bubble")]
-        [3.0, 3.0, 1.0]
-        >>> float(SCHEDULES.named("interleaved-1f1b").bubble_fraction(4, 2, 8)) * 16
-        3.0
-        """
-        thirds = self.bubble(pp, virtual_stages, n_micro_batches)
-        return thirds / (3 * virtual_stages * n_micro_batches)
 
     def stages_of(self, pp_rank: int, pp: int, virtual_stages: int) -> tuple[int, ...]:
         """The stages of one rank, in model order.
@@ -270,50 +247,6 @@ def _dualpipe_v(pp: int, rank: int, v: int, m: int) -> Loop:
     )
 
 
-# --- Bubbles ----------------------------------------------------------------------------------------------
-
-
-def _all_start_late(p: Any, v: Any, m: Any) -> Any:
-    """A rank waits for the ranks before it once in each direction: p - 1 passes.
-
-    Source: Huang et al. 2019, arXiv:1811.06965 (gpipe); Narayanan et al. 2019 (1f1b).
-    """
-    return 3 * (p - 1)
-
-
-def _interleaved_bubble(p: Any, v: Any, m: Any) -> Any:
-    """The bubble of one stage per rank, with passes 1 / v as long; longer where m is less than p.
-
-    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Lamy-Poirier 2022, arXiv:2211.05953
-    (looped-bfs); with few micro-batches the order itself, run pass by pass.
-    """
-    return 3 * (p - 1 + (v - 1) * namespace(p, m).maximum(0, p - m))
-
-
-def _zero_bubble(p: Any, v: Any, m: Any) -> Any:
-    """A third of interleaved 1F1B's bubble: (p-1)(F+B-W) for ZB-H1; longer where m is less than p.
-
-    Source: Qi et al. 2024, arXiv:2401.10241; with few micro-batches the order itself, run pass by pass.
-    """
-    return p - 1 + v * namespace(p, m).maximum(0, p - m) + (v - 1) * namespace(p, m).maximum(0, p - 2 * m)
-
-
-def _zbv_bubble(p: Any, v: Any, m: Any) -> Any:
-    """With enough micro-batches ranks wait only for their first one.
-
-    Source: Qi et al. 2024, arXiv:2401.10241, section 6; with few micro-batches the order, run pass by pass.
-    """
-    return namespace(p, m).maximum(p - 1, 4 * p - 2 - 2 * m)
-
-
-def _dualpipe_v_bubble(p: Any, v: Any, m: Any) -> Any:
-    """Ranks wait only for their first micro-batch.
-
-    Source: DeepSeek-AI 2024, arXiv:2412.19437.
-    """
-    return p - 1
-
-
 # --- Micro-batches ----------------------------------------------------------------------------------------
 
 
@@ -349,12 +282,9 @@ SCHEDULES: Final = Registry(
     what="schedule",
     kind=Schedule,
     own={
-        "gpipe": Schedule(
-            order=_gpipe, bubble=_all_start_late, runs_as=f"{MODULE}:ScheduleGPipe", single_stage=True
-        ),
+        "gpipe": Schedule(order=_gpipe, runs_as=f"{MODULE}:ScheduleGPipe", single_stage=True),
         "1f1b": Schedule(
             order=_one_forward_one_backward,
-            bubble=_all_start_late,
             runs_as=f"{MODULE}:Schedule1F1B",
             single_stage=True,
             micro_batches=_as_many_as_stages(
@@ -363,35 +293,30 @@ SCHEDULES: Final = Registry(
         ),
         "interleaved-1f1b": Schedule(
             order=partial(_interleaved, split=False),
-            bubble=_interleaved_bubble,
             runs_as=f"{MODULE}:ScheduleInterleaved1F1B",
             fewest_stages=2,
             micro_batches=_whole_rounds("Interleaved 1F1B"),
         ),
         "looped-bfs": Schedule(
             order=_looped_bfs,
-            bubble=_interleaved_bubble,
             runs_as=f"{MODULE}:ScheduleLoopedBFS",
             backward_reversed=True,
             fewest_stages=2,
         ),
         "zero-bubble": Schedule(
             order=partial(_interleaved, split=True),
-            bubble=_zero_bubble,
             runs_as=f"{MODULE}:ScheduleInterleavedZeroBubble",
             splits_backward=True,
             micro_batches=_whole_rounds("Zero bubble"),
         ),
         "zbv": Schedule(
             order=_zbv,
-            bubble=_zbv_bubble,
             runs_as=f"{MODULE}:ScheduleZBVZeroBubble",
             placement="v",
             splits_backward=True,
         ),
         "dualpipe-v": Schedule(
             order=_dualpipe_v,
-            bubble=_dualpipe_v_bubble,
             runs_as=f"{MODULE}:ScheduleDualPipeV",
             placement="v",
             splits_backward=True,

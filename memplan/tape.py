@@ -38,6 +38,7 @@ from memplan.record import (
     Free,
     Phase,
     flops_of,
+    gradient_products,
 )
 from memplan.shapes import (
     FP16,
@@ -173,6 +174,7 @@ class Node:
     `backward` reads tensors from `saved` only, so that recomputation can supply them again. The output's
     gradients are never summed in place if it `has_dtensor_grad`. `released`: what it saved is freed.
     `grad_placements`: of each input's gradient, `WHOLE` for a weight's; None: those of the output's gradient.
+    `products`: what it computes for the gradient of the i-th input.
     """
 
     inputs: "tuple[Node | Parameter | None, ...]"
@@ -183,6 +185,12 @@ class Node:
     has_dtensor_grad: bool = False
     released: bool = False
     grad_placements: tuple[Placements, ...] | None = None
+    products: "tuple[tuple[int, ComputeKind, tuple[Shape, ...]], ...]" = ()
+
+    def computes(self, kind: ComputeKind, operands: tuple[Shape, ...], *inputs: int) -> None:
+        """Say what computed its output; `inputs`: the input that each operand is, of attention's kernel 0."""
+        products = gradient_products(kind, operands)
+        self.products = tuple([(i, *one) for i, one in zip(inputs, products, strict=True)])
 
     def unpacked(self) -> Saved:
         """The saved tensors; recomputed ones are handed over, others stay until the node has run.
@@ -629,6 +637,13 @@ class Tape:
         """Say that a node's backward pass is one kernel with FLOPs, whose time no memory's rate tells."""
         self._is_product = True
 
+    def computed(self, kind: ComputeKind, operands: tuple[Shape, ...], shape: Shape, dtype: DType) -> None:
+        """Record a computation whose result has this shape and type."""
+        flops = flops_of(kind, operands)
+        self.events.append(
+            Compute(kind=kind, operands=operands, phase=self.phase, flops=flops, shape=shape, dtype=dtype)
+        )
+
     def end_stretch(self) -> None:
         """Record what kernels beside products have moved since the last call."""
         if self.n_kernels:
@@ -685,12 +700,7 @@ class Tape:
         outputs = compute()
         if kind is not None:
             self.moved_bytes, self.n_kernels = moved
-            y, flops = outputs[0], flops_of(kind, operands)
-            self.events.append(
-                Compute(
-                    kind=kind, operands=operands, phase=self.phase, flops=flops, shape=y.shape, dtype=y.dtype
-                )
-            )
+            self.computed(kind, operands, outputs[0].shape, outputs[0].dtype)
         if region is not None and region.selective and not again:
             _mark_saved(outputs)
             region.saved_outputs.append(tuple([y.detach() for y in outputs]))
@@ -787,6 +797,11 @@ class Tape:
         moved, n_kernels = self.moved_bytes, self.n_kernels
         saved_bytes = sum([x.n_bytes for x in node.saved or ()])
         found, own = list(node.backward(grad, node.unpacked())), node.grad_placements
+        for i, kind, operands in node.products:
+            if self.wants(i):
+                left, right, *_ = operands
+                shape = left if kind is ComputeKind.ATTENTION_BACKWARD else (*left[:-1], right[-1])
+                self.computed(kind, operands, shape, grad.dtype)
         self._wanted = ()
         if self._is_product:
             self.moved_bytes, self.n_kernels = moved, n_kernels

@@ -25,7 +25,7 @@ from memplan.estimate import Estimate, estimate_plan
 from memplan.mesh import HOST
 from memplan.models import Model
 from memplan.plan import Plan
-from memplan.search.bounds import bounds
+from memplan.search.bounds import ROUNDING, bounds
 from memplan.search.plans import Grid
 from memplan.shapes import KINDS
 from memplan.tables import ledger_rows
@@ -121,7 +121,8 @@ def check_batches(estimate: Estimate) -> None:
         if other is not None:
             said = f"{more} lowers"
             _hold(estimate, other.worst.peak_bytes >= estimate.worst.peak_bytes, f"{said} the peak")
-            _hold(estimate, (other.step_s or inf) >= (estimate.step_s or 0.0), f"{said} the step time")
+            least_s = (estimate.step_s or 0.0) * (1 - ROUNDING)
+            _hold(estimate, (other.step_s or inf) >= least_s, f"{said} the step time")
 
 
 def check_bounds(estimate: Estimate) -> None:

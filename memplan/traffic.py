@@ -6,7 +6,7 @@ from typing import Any
 from memplan.engines.base import ENGINES
 from memplan.mesh import Group, inner_first
 from memplan.plan import Plan
-from memplan.record import Collective, CollectiveKind, Counts, Overlap
+from memplan.record import COMPUTE, Collective, CollectiveKind, Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class CollectiveTotal:
     """All collectives of one kind, axis and purpose in one step of one rank.
 
     `payload_bytes` is the operands' sum as the framework passes them (the full tensor of an all-gather or a
-    reduce-scatter), `wire_bytes` what this rank sends.
+    reduce-scatter), `wire_bytes` what this rank sends. `overlappable`: computation goes on meanwhile.
     """
 
     kind: CollectiveKind
@@ -23,27 +23,21 @@ class CollectiveTotal:
     calls: int
     payload_bytes: int
     wire_bytes: int
-    overlap: Overlap
-
-    @property
-    def overlappable(self) -> bool:
-        """Whether computation may overlap with it."""
-        return self.overlap != "nothing"
+    overlappable: bool
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `--json` prints them."""
-        plain = asdict(self)
-        del plain["overlap"]
-        return plain | {"overlappable": self.overlappable}
+        return asdict(self)
 
 
 def collectives(counts: Counts, plan: Plan) -> tuple[CollectiveTotal, ...]:
     """All collectives of one rank's step from their occurrences, the innermost mesh axis first."""
     wire_bytes = ENGINES.named(plan.engine).wire_bytes
-    totals: dict[tuple[CollectiveKind, Group, str, Overlap], list[int]] = {}
+    totals: dict[tuple[CollectiveKind, Group, str, bool], list[int]] = {}
     for event, n in counts.items():
         if isinstance(event, Collective) and n:
-            total = totals.setdefault((event.kind, event.axis, event.what, event.overlap), [0, 0])
+            key = event.kind, event.axis, event.what, event.stream != COMPUTE
+            total = totals.setdefault(key, [0, 0])
             total[0] += n * event.calls
             total[1] += n * event.calls * event.payload_bytes
     mesh = plan.mesh
@@ -59,8 +53,8 @@ def collectives(counts: Counts, plan: Plan) -> tuple[CollectiveTotal, ...]:
                 calls=calls,
                 payload_bytes=payload_bytes,
                 wire_bytes=wire_bytes(kind, payload_bytes, ranks[axis]),
-                overlap=overlap,
+                overlappable=overlappable,
             )
-            for (kind, axis, what, overlap), (calls, payload_bytes) in ordered
+            for (kind, axis, what, overlappable), (calls, payload_bytes) in ordered
         ]
     )

@@ -33,12 +33,14 @@ from memplan.placements import Replicate
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.precisions import Precision
 from memplan.record import (
+    COMPUTE,
     Alloc,
     Collective,
     Compute,
     ComputeKind,
     Free,
     Stretch,
+    WaitStream,
     chain,
     events,
     passed,
@@ -126,15 +128,18 @@ class ToyEngine(Engine):
         spare = buffer_of("spare outputs", (options.spare_blocks, *shape), BF16, "activations")
         flops = 2 * weights.shape[0] * plan.micro_batch * plan.seq_len // model.n_blocks
         computed = Compute(kind=ComputeKind.UNKNOWN, phase="forward", flops=flops, shape=shape, dtype=BF16)
+        back = replace(computed, phase="backward", flops=2 * flops)
         gathered = Collective(
-            kind="all_gather", axis="slice", what="weights of a block", overlap="compute",
+            kind="all_gather", axis="slice", what="weights of a block", stream="gather",
             payload_bytes=weights.n_bytes * plan.mesh.size("slice") // model.n_blocks,
         )  # fmt: skip
         sliced = plan.mesh.size("slice") > 1
         forward = events("block", [*([gathered] if sliced else []), Alloc(output), computed])
         steps: list[Stretch] = [
             passed(0, "forward", repeated(forward, model.n_blocks)),
-            passed(0, "backward", repeated(events("backward of a block", [Free(output)]), model.n_blocks)),
+            passed(
+                0, "backward", repeated(events("backward of a block", [back, Free(output)]), model.n_blocks)
+            ),
         ]
         among = "dp x slice" if sliced else "dp"
         reduced = Collective(kind="all_reduce", axis=among, what="all gradients", payload_bytes=grads.n_bytes)
@@ -142,7 +147,9 @@ class ToyEngine(Engine):
             "step",
             events("gradients", [Alloc(grads), Alloc(spare)]),
             repeated(chain("micro-batch", *steps), plan.n_micro_batches),
-            events("reduction", [*([reduced] if plan.dp > 1 else []), Free(spare)]),
+            events(
+                "reduction", [WaitStream(COMPUTE, "gather"), *([reduced] if plan.dp > 1 else []), Free(spare)]
+            ),
         )
         return RankRecord(
             rank=rank,
@@ -160,10 +167,11 @@ class ToyEngine(Engine):
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         """All weights in the embedding: the toy's blocks have shares of them."""
         n, size = self._elements(model, plan), plan.micro_batch * plan.seq_len
-        nothing = Costs(elements=0, computed=(), of_passes=(), sent_bytes=0, saved_bytes=0)
+        nothing = Costs(elements=0, computed=(), backward=(), sent_bytes=0, saved_bytes=0)
         flops = 2 * n * size // model.n_blocks
         each = (Compute(kind=ComputeKind.UNKNOWN, phase="forward", flops=flops, shape=(), dtype=BF16),)
-        block = nothing._replace(computed=each, of_passes=each, saved_bytes=2 * size * model.d_model)
+        back = (replace(each[0], phase="backward", flops=2 * flops),)
+        block = nothing._replace(computed=each, backward=back, saved_bytes=2 * size * model.d_model)
         blocks = dict.fromkeys(model.kinds, block)
         return PartCosts(
             embedding=nothing._replace(elements=n), head=nothing, blocks=blocks, recomputed=blocks,
@@ -247,7 +255,6 @@ def _flood(pp: int, rank: int, v: int, m: int) -> Loop:
 
 FLOOD = Schedule(
     order=_flood,
-    bubble=lambda pp, v, m: 0 * m,
     runs_as="test_extensions:ScheduleFlood",
     micro_batches=lambda pp, v, m: (max(m, 2), f"a flood takes at least 2 micro-batches, not {m}"),
 )
@@ -379,7 +386,7 @@ def test_an_axis_is_searched_with_bounds_that_are_bounds(installed):
     fitting = everything[everything["verdict"] == "fits"]
     assert set(fitting["slice"]) == {1, 2, 4, 8}
     best = memplan.search("gpt2", keep=3, **job)
-    assert list(best["step_s"][:3]) == list(everything["step_s"][:3])
+    assert list(best["step_s"][:3]) == pytest.approx(list(everything["step_s"][:3]), rel=1e-9)
     for row in fitting.to_dict("records")[::5]:
         varied = {name: row[name] for name in ("dp", "slice", "tp", "micro_batch")}
         check_laws(memplan.estimate("gpt2", **job, **varied))
@@ -558,7 +565,7 @@ def test_a_schedules_plan_is_estimated_from_its_order(installed):
     assert e.peak.weights_bytes == bfs.peak.weights_bytes
     assert e.peak.grads_bytes > bfs.peak.grads_bytes, "of both stages: it goes back through them in turn"
     assert [(c.kind, c.calls) for c in e.collectives] == [(c.kind, c.calls) for c in bfs.collectives]
-    assert e.time.parts["bubble_s"] == 0 < bfs.time.parts["bubble_s"], "as the toy says"
+    assert e.time.bubble_s > 0 < bfs.time.bubble_s
     assert "schedule=flood" in str(e)
 
 

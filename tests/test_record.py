@@ -17,7 +17,6 @@ from memplan.record import (
     ComputeKind,
     Event,
     Free,
-    Pass,
     PassPart,
     Stretch,
     chain,
@@ -190,8 +189,8 @@ def test_what_is_alive_at_any_trees_high_adds_up_to_it(tree):
 # Counts
 
 SENT: list[Event] = [
-    Collective(kind="all_gather", axis="dp", what="weights", payload_bytes=8, overlap="compute"),
-    Collective(kind="reduce_scatter", axis="dp", what="gradients", payload_bytes=8, overlap="backward"),
+    Collective(kind="all_gather", axis="dp", what="weights", payload_bytes=8, stream="gather"),
+    Collective(kind="reduce_scatter", axis="dp", what="gradients", payload_bytes=8, stream="reduce"),
     Compute(kind=ComputeKind.UNKNOWN, phase="forward", flops=5, shape=(2, 2), dtype=FP32),
 ]
 PARTS: list[PassPart] = ["forward", "backward"]
@@ -223,9 +222,6 @@ def one_by_one(stretch: Stretch) -> Counter[object]:
         found.update(event for event in stretch.events if event in SENT)
         for part in stretch.parts:
             found.update(one_by_one(part))
-    if stretch.stage_pass is not None:
-        backward = stretch.stage_pass[1] == "backward"
-        found[Pass(stretch.stage_pass[1], backward and found[SENT[1]] > 0)] += 1
     return found
 
 

@@ -18,14 +18,12 @@ import memplan
 from memplan import Gpt, Llama, Plan
 from memplan.device import CPU
 from memplan.engines.checks import check_plan
-from memplan.engines.options import plan_of
 from memplan.engines.torch import RankStages
 from memplan.errors import InvalidValue, PlanRefused
 from memplan.estimate import estimate_plan, rank_estimate
 from memplan.files import toml_table
 from memplan.hardware import Link, cluster
 from memplan.ops import silu
-from memplan.orders import actions
 from memplan.plan import Rank
 from memplan.record import Compute, ComputeKind, Counts, flops_of
 from memplan.schedules import SCHEDULES
@@ -36,18 +34,9 @@ from memplan.tape import OpContext, Tape
 from memplan.time import attention_s, collective_s, product_s
 from memplan.time.collectives import crosses_nodes, ranks_in_a_node
 from memplan.time.operations import operations_of
+from memplan.time.prices import links_used, ring_bytes_per_s
 from memplan.time.products import curve_of
-from memplan.time.step import (
-    Measured,
-    Roofline,
-    StepTime,
-    added,
-    bubble_s,
-    exposed_s,
-    links_used,
-    reducing_share,
-    ring_bytes_per_s,
-)
+from memplan.time.step import Measured, Roofline, StepTime, added
 from validate.systems.torch.modules import Transformer, token_loss
 
 HALF = Roofline(efficiency=0.5)
@@ -85,8 +74,10 @@ def estimate(request):
 def test_the_parts_add_up_to_the_step_exactly(estimate):
     assert added(estimate.time.parts.values()) == estimate.step_s > 0
     assert all(seconds >= 0 for seconds in estimate.time.parts.values())
-    assert estimate.step_s == max(time.total_s for time in estimate.stage_times)
-    assert estimate.step_s == estimate.to_dict()["step_s"] == estimate.to_frame()["step_s"].max()
+    for time in estimate.stage_times:
+        assert time.total_s == pytest.approx(estimate.step_s, rel=1e-12)
+    assert estimate.step_s == estimate.to_dict()["step_s"]
+    assert list(estimate.to_frame()["step_s"]) == pytest.approx([estimate.step_s] * estimate.plan.pp)
 
 
 def test_throughput_and_utilisation_follow_from_the_step(estimate):
@@ -114,7 +105,7 @@ def test_a_step_by_hand():
 
 
 def test_a_step_costs_what_its_operations_were_measured_to_take():
-    """gpt2 on one A100: each product, and two as large for its gradients; attention; what kernels move."""
+    """gpt2 on one A100: each product, with two as large for its gradients; attention; what kernels move."""
     e = memplan.estimate("gpt2", cluster="1xa100-80-sxm", global_batch=4, micro_batch=2)
     share = toml_table("time/sustained.toml")["a100-80-sxm"]["of_products"]
     curve, _ = curve_of(e.cluster.gpu, "bf16")
@@ -123,6 +114,8 @@ def test_a_step_costs_what_its_operations_were_measured_to_take():
         if not isinstance(event, Compute):
             continue
         if event.kind is ComputeKind.MM:
+            if event.phase == "backward":
+                continue
             (m, k), (_, width) = event.operands
             sizes = (m, width, k), (m, k, width), (k, width, m)
             products_s += n * sum(product_s("a100-80-sxm", "bf16", *each) for each in sizes) / share
@@ -133,7 +126,7 @@ def test_a_step_costs_what_its_operations_were_measured_to_take():
                 for b in (False, True)
             )
             products_s += n * sum(passes) / share
-        else:
+        elif event.kind is not ComputeKind.ATTENTION_BACKWARD:
             assert event.kind is ComputeKind.MEMORY
             launches_s = event.n_kernels * curve.launch_us * 1e-6
             moved_s += n * (launches_s + event.moved_bytes / (curve.memory_tb_per_s * 1e12))
@@ -164,7 +157,7 @@ def test_as_many_bytes_in_more_kernels_take_longer():
     one = Compute(kind=ComputeKind.MEMORY, phase="forward", flops=0, shape=(), dtype=BF16, moved_bytes=8)
     few, many = (replace(one, n_kernels=n) for n in (1, 2))
     own = operations_of(memplan.gpu("h100-sxm"), "bf16", False, False)
-    assert own.seconds(many)[0] == pytest.approx(2 * own.seconds(few)[0], rel=1e-3)
+    assert own.seconds(many) == pytest.approx(2 * own.seconds(few), rel=1e-3)
 
 
 def test_tensor_traffic_by_hand():
@@ -191,13 +184,14 @@ def test_ddp_hides_gradients_behind_the_last_backward_pass_only():
     assert many.time.compute_s == pytest.approx(16 * one.time.compute_s, rel=1e-12)
 
 
-def test_the_slowest_stage_leads():
+def test_the_stage_that_waits_least_leads():
     e = memplan.estimate(
         "llama-3-8b", cluster="2xh100-sxm", pp=2, layers_per_stage=(20, 12), seq_len=512, global_batch=8
     )
     first, second = e.stage_times
     assert e.time == first
-    assert first.total_s > second.total_s
+    assert first.bubble_s < second.bubble_s
+    assert first.total_s == pytest.approx(second.total_s, rel=1e-12)
 
 
 def test_recomputation_lowers_utilisation_and_counts_as_no_work():
@@ -282,7 +276,7 @@ def test_the_text_says_how_far_to_trust_it(estimate):
 def test_another_model_of_time_takes_its_place():
     measured = memplan.estimate("gpt2", cluster="1xh100-sxm")
     half, whole = (replace(measured, time_model=Roofline(efficiency=x)) for x in (0.5, 1.0))
-    assert half.time.compute_s == 2 * whole.time.compute_s
+    assert half.time.compute_s == pytest.approx(2 * whole.time.compute_s, rel=1e-12)
     assert whole.time.compute_s < measured.time.compute_s
     assert whole.tokens_per_s_band is None
     assert "100% of the peak rate, as you said; no run has confirmed them" in " ".join(
@@ -386,7 +380,7 @@ def test_operands_are_those_that_pytorch_computes_with(model):
     rank = rank_estimate(model, Plan(seq_len=16, micro_batch=2, precision="fp32"), Rank(), CPU)
     said: Counter[Any] = Counter()
     for event, n in rank.work.counts.items():
-        if isinstance(event, Compute) and event.kind is not ComputeKind.MEMORY:
+        if isinstance(event, Compute) and event.kind is not ComputeKind.MEMORY and event.phase == "forward":
             said[event.kind, event.operands] += n
             assert event.flops == flops_of(event.kind, event.operands)
     assert said == ran.found
@@ -418,9 +412,10 @@ class ByShape:
 
 
 def test_a_time_model_receives_the_shape_of_every_product():
+    """Also of gradients: that of the down projection's input has the shape of the up projection's output."""
     e = memplan.estimate("llama-3-8b", cluster="8xh100-sxm", tp=8, micro_batch=2, global_batch=8, seq_len=512)
     up_and_gate, down, other = (1024, 4096, 1792), (1024, 1792, 4096), (1024, 4096, 4096)
-    assert [replace(e, time_model=ByShape(mkn)).step_s for mkn in (up_and_gate, down, other)] == [256, 128, 0]
+    assert [replace(e, time_model=ByShape(mkn)).step_s for mkn in (up_and_gate, down, other)] == [384, 384, 0]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -471,124 +466,6 @@ def test_links_crossed_are_those_of_the_groups_counted_out(gpus_per_node):
 def test_formulas_take_arrays():
     n, stride = np.array([8, 64, 16, 2]), np.array([1, 1, 4, 8])
     assert np.asarray(ring_bytes_per_s(n, stride, 8, 450.0, 50.0)).tolist() == [450, 400, 100, 50]
-    m = np.arange(1, 9)
-    for name in SCHEDULES.own:
-        schedule = SCHEDULES.named(name)
-        fractions = np.asarray(schedule.bubble_fraction(4, 2, m))
-        assert fractions.tolist() == [float(schedule.bubble_fraction(4, 2, int(i))) for i in m]
-    assert np.asarray(exposed_s(np.array([3.0, 1.0]), 4.0, 2.0, 5.0)).tolist() == [2.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    "plan,share",
-    [
-        ({}, 0),  # no other rank
-        ({"dp": 2}, 1 / 4),  # DDP: in the last of four
-        ({"dp": 2, "pp": 2, "schedule": "interleaved-1f1b", "virtual_stages": 2}, 1 / 4),
-        ({"dp": 2, "zero": 3}, 1),  # FSDP2: in each
-        ({"dp": 2, "zero": 3, "pp": 2}, 0),  # once, when all are over
-    ],
-)
-def test_the_share_of_backward_passes_beside_which_gradients_are_reduced(plan, share):
-    asked = plan_of(**{"global_batch": 4 * plan.get("dp", 1), "seq_len": 16, **plan})
-    assert reducing_share(rank_estimate(replace(LLAMA, n_layers=4), asked, Rank(), CPU).work.counts) == share
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(*[st.floats(0, 1e3)] * 3, st.floats(0, 1))
-def test_no_second_hides_two(reductions_s, gathers_s, computing_s, share):
-    exposed = float(exposed_s(reductions_s, gathers_s, share * computing_s, computing_s))
-    hidden = reductions_s + gathers_s - exposed
-    assert exposed >= 0
-    assert hidden <= computing_s * (1 + 1e-9) + 1e-9
-    assert exposed >= reductions_s - share * computing_s - 1e-9
-
-
-# The pipeline
-
-
-def plans(schedule):
-    only = SCHEDULES.named(schedule).stages_per_rank
-    stages = (1, 2, 3, 4) if only is None else (only,)
-    for pp in range(2, 8):
-        for virtual_stages in stages:
-            for m in (*range(1, 15), 16, 18, 24):
-                plan = Plan(pp=pp, virtual_stages=virtual_stages, schedule=schedule, global_batch=m)
-                try:
-                    check_plan(DEEP, plan)
-                except PlanRefused:
-                    continue
-                yield plan
-
-
-def passes(plan, rank):
-    """A rank's passes in order: kind, stage, micro-batch."""
-    seen: Counter[tuple[str, int]] = Counter()
-    order = plan.pipeline_schedule.order(plan.pp, rank, plan.virtual_stages, plan.n_micro_batches)
-    for action in actions(order):
-        kind = "backward-input" if action.kind == "backward" else action.kind
-        i = seen[kind, action.local]
-        seen[kind, action.local] += 1
-        if action.kind == "backward":
-            seen["backward-weight", action.local] += 1
-            i = plan.n_micro_batches - 1 - i if SCHEDULES.named(plan.schedule).backward_reversed else i
-        yield action.kind, plan.stages_of(rank)[action.local], i
-
-
-def simulated(plan, seconds):
-    """When the last pass ends, and what each rank has worked, each pass run as soon as it can be.
-
-    A stage's forward pass and either half of its backward pass take its `seconds`.
-    """
-    left = [list(passes(plan, rank)) for rank in range(plan.pp)]
-    done: dict[tuple[str, int, int], float] = {}
-    now, busy = [0.0] * plan.pp, [0.0] * plan.pp
-    while any(left):
-        before = sum(map(len, left))
-        for rank, waiting in enumerate(left):
-            while waiting:
-                kind, stage, i = waiting[0]
-                if kind == "forward":
-                    needed = ("forward", stage - 1, i) if stage else None
-                elif kind == "backward-weight":
-                    needed = None
-                else:
-                    last = stage == plan.n_stages - 1
-                    needed = ("forward", stage, i) if last else ("backward", stage + 1, i)
-                if needed is not None and needed not in done:
-                    break
-                took = seconds[stage] * (2 if kind == "backward" else 1)
-                start = now[rank] if needed is None else max(now[rank], done[needed])
-                now[rank] = start + took
-                busy[rank] += took
-                if kind != "backward-weight":
-                    done["forward" if kind == "forward" else "backward", stage, i] = now[rank]
-                waiting.pop(0)
-        assert sum(map(len, left)) < before, "the ranks wait for each other"
-    return max(now), busy
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES.own)
-def test_the_bubble_is_that_of_pytorchs_order(schedule):
-    compared = 0
-    for plan in plans(schedule):
-        end, busy = simulated(plan, [1.0] * plan.n_stages)
-        fraction = plan.pipeline_schedule.bubble_fraction(plan.pp, plan.virtual_stages, plan.n_micro_batches)
-        assert end == pytest.approx(busy[0] * (1 + float(fraction)), rel=1e-12), plan
-        compared += 1
-    assert compared > 40
-
-
-@pytest.mark.parametrize("schedule,rel", [("gpipe", 1e-12), ("1f1b", 0.05), ("zero-bubble", 0.05)])
-@pytest.mark.parametrize("slow", [0, 1, 3])
-def test_where_one_stage_is_slower_the_others_make_the_bubble(schedule, rel, slow):
-    plan = Plan(pp=4, schedule=schedule, global_batch=16)
-    seconds = [2.0 if stage == slow else 1.5 for stage in range(4)]
-    end, busy = simulated(plan, seconds)
-    others_s = (sum(busy) - max(busy)) / 3
-    fraction = plan.pipeline_schedule.bubble_fraction(plan.pp, 1, plan.n_micro_batches)
-    assert max(busy) < end
-    assert max(busy) + bubble_s(fraction, others_s) == pytest.approx(end, rel=rel)
 
 
 # Laws

@@ -122,15 +122,15 @@ class RankRecord:
 class Costs(NamedTuple):
     """Costs of a part of the model on one tensor rank, for one micro-batch.
 
-    Elements of its trained weights; what its forward pass computes, or the part of it that is recomputed,
-    and what both passes compute without that; bytes sent over the tensor axis in both passes; bytes that the
-    forward pass saves for the backward pass. An engine gives numbers; a search turns them into functions of
-    the micro-batch, and into arrays over plans.
+    Elements of its trained weights; what its forward pass computes, or the part of it that is recomputed;
+    what its backward pass computes without that; bytes sent over the tensor axis in both passes; bytes that
+    the forward pass saves for the backward pass. An engine gives numbers; a search turns them into functions
+    of the micro-batch, and into arrays over plans.
     """
 
     elements: Any
     computed: tuple[Compute, ...]
-    of_passes: tuple[Compute, ...]
+    backward: tuple[Compute, ...]
     sent_bytes: Any
     saved_bytes: Any
 

@@ -535,7 +535,6 @@ def _computed(traced: Computation, phase: Phase, batch: int, seq_len: int) -> Co
         flops=flops_of(traced.kind, operands) if operands else size_at(traced.flops, batch, seq_len),
         shape=shape_at(traced.shape, batch, seq_len),
         dtype=DTYPES[traced.dtype],
-        n_grads=0,
     )
 
 

@@ -325,6 +325,7 @@ def step(model: Decoder, plan: Plan, pp_rank: int, grads: Buffer) -> Iterator[Ev
     yield from allocs(grads, activations)
     work: dict[Phase, float] = {
         "forward": forward_flops(model, plan),
+        "backward": 2 * forward_flops(model, plan),
         "recompute": recomputed_flops(model, plan, pp_rank),
     }
     for phase, flops in work.items():

@@ -200,8 +200,10 @@ def _attended(
         backward_scratch(grad.tape)
         return grads
 
-    y, *others = q.tape.save_if_selective(compute, ComputeKind.ATTENTION, (q.shape, k.shape, v.shape))
+    operands = q.shape, k.shape, v.shape
+    y, *others = q.tape.save_if_selective(compute, ComputeKind.ATTENTION, operands)
     y.head_major, y.placements = q.head_major, q.placements
     inputs = q.node, k.node, v.node, *[None for _ in of_mask]
     y.node = q.tape.node(inputs, (q, k, v, *masks, y.detach(), *others), backward)
+    y.node.computes(ComputeKind.ATTENTION, operands, 0)
     return y

@@ -78,6 +78,7 @@ def _product(
 
     operands = (batch * seq, n_in), (n_in, n_out)
     (y,) = tape.save_if_selective(compute, ComputeKind.MM, operands, again=again)
+    node.computes(ComputeKind.MM, operands, *((0, 1) if bias is None else (2, 1)))
     y.node = node
     return y
 
@@ -96,7 +97,8 @@ def _zero3_product(x: Tensor, weight: Parameter, bias: Parameter | None, name: s
         tape.product(y)
         return (y,)
 
-    (y,) = tape.save_if_selective(compute, ComputeKind.MM, ((n_rows, x_shape[-1]), (x_shape[-1], n_out)))
+    operands = (n_rows, x_shape[-1]), (x_shape[-1], n_out)
+    (y,) = tape.save_if_selective(compute, ComputeKind.MM, operands)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         grad_x = grad.tape.grad_of(0, x_shape, dtype, is_view=True)
@@ -109,6 +111,7 @@ def _zero3_product(x: Tensor, weight: Parameter, bias: Parameter | None, name: s
         return grad_x, grad_w, grad_b
 
     y.node = tape.node((x.node, w.node, *([] if b is None else [b.node])), (x, w), backward)
+    y.node.computes(ComputeKind.MM, operands, 0, 1)
     return y
 
 

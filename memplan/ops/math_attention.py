@@ -67,6 +67,7 @@ def _products_of_heads(q: Tensor, k: Tensor) -> Tensor:
     (scores,) = tape.save_if_selective(
         lambda: (_product(tape, "scores", (batch, n_heads, seq, seq), q.dtype),), ComputeKind.BMM, operands
     )
+    node.computes(ComputeKind.BMM, operands, 0, 1)
     scores.node = node
     return scores
 
@@ -112,6 +113,7 @@ def _weighted_values(probabilities: Tensor, v: Tensor) -> Tensor:
     (y,) = tape.save_if_selective(
         lambda: (_product(tape, "attention", shape, v.dtype),), ComputeKind.BMM, operands
     )
+    node.computes(ComputeKind.BMM, operands, 0, 1)
     y.head_major, y.placements = apart, v.placements
     y.node = tape.node((node,), (), lambda grad, saved: (head_major(grad.view(*shape)),))
     return y

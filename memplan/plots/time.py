@@ -7,7 +7,8 @@ from memplan.errors import InvalidValue
 from memplan.estimate import Estimate
 from memplan.plots.bars import Bar, stacked_bars
 from memplan.plots.style import WIDTH_IN, Swatch, checked_some, common_text, heading, legend_of, plain
-from memplan.timetable import TimedPass, timetable
+from memplan.time.timeline import TimedPass
+from memplan.timetable import timetable
 from memplan.units import scaled, time_unit
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def step_time(estimates: Mapping[str, Estimate]) -> "Figure":
         bars,
         SECONDS,
         title=_fastest(estimates),
-        subtitle=f"a step's time on the slowest stage; {common_text(every)}\n{every[0].time_model.label}",
+        subtitle=f"a step on the stage that waits least; {common_text(every)}\n{every[0].time_model.label}",
         xlabel=f"time of a step ({unit})",
     )
 
@@ -93,7 +94,7 @@ def schedule(*estimates: Estimate) -> "Figure":
     """The passes of pipelines over time (Gantt charts on one axis): a row for each rank.
 
     Passes are numbered by micro-batch where there is room; what is hatched is idle. Times are those of
-    `memplan.timetable`; reductions of gradients and the update come after.
+    `memplan.timetable`, reductions that a pass waits for included; the update comes after.
     """
     checked_some("estimates", estimates)
     from matplotlib.figure import Figure
@@ -134,7 +135,7 @@ def schedule(*estimates: Estimate) -> "Figure":
             axes.set_title(text, loc="left", fontsize=9, weight="bold")
         drawn |= {_part(each, pp).label for each in passes}
     rows[0].set_xlim(0, end_s / seconds)
-    rows[-1].set_xlabel(f"time ({unit}), before gradients are reduced and weights updated")
+    rows[-1].set_xlabel(f"time ({unit}) up to the last pass")
     parts = [part for pair in PASSES.values() for part in pair if part.label in drawn]
     legend_of(figure, parts + [IDLE] * any(share > 0 for share in idle), in_a_row=4)
     return figure

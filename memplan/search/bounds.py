@@ -4,16 +4,17 @@ Both are arrays over a grid's plans, computed from the costs of one block and of
 micro-batch sizes, traced once for each degree of tensor parallelism. They state no rule of their own: traces
 give operations, bytes and collectives, `memplan.time.step` says what they cost at least.
 
-Why they hold. Time: a pipeline's slowest rank works no less than the average one, and each part of a step's
-time is convex in the work, so the average rank's work takes no longer. Memory: the first rank of a pipeline
-holds its weights, its optimizer state, its receive buffers and what the forward passes before its first
-backward pass have saved; and once all its stages have had a backward pass, gradients too.
+Why they hold. Time: a pipeline's slowest rank works no less than the average one, and what traffic adds is
+convex in the work. The last rank begins once a micro-batch has passed the stages before its first one; after
+its last backward pass these have theirs to come, and the first rank its update. Memory: the first rank of a
+pipeline holds its weights, its optimizer state, its receive buffers and what the forward passes before its
+first backward pass have saved; and once all its stages have had a backward pass, gradients too.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from math import inf
 from operator import itemgetter
@@ -29,19 +30,10 @@ from memplan.mesh import DIVIDING, HOST, Group, with_several
 from memplan.models import Layers, Model, divided
 from memplan.orders import Stages
 from memplan.plan import RECOMPUTES, Plan, stage_layers
-from memplan.record import Overlap
 from memplan.schedules import SCHEDULES, Schedule, first_under_way
 from memplan.search.plans import NO_LIMIT, Column, Grid, number_of, unchecked, value_of
-from memplan.time.step import (
-    Priced,
-    Prices,
-    Work,
-    bubble_s,
-    busy_s,
-    links_used,
-    parts_s,
-    update_bytes,
-)
+from memplan.time.prices import Prices, Quantity, links_used
+from memplan.time.step import Priced, update_bytes
 
 Seconds = NDArray[np.float64]
 Bytes = NDArray[np.float64]
@@ -87,7 +79,8 @@ class _Pipeline:
     """A pipeline's schedule, and how many of each part of the model it has.
 
     `on_first`: the number of a part on each stage of the first rank, by the limit on recomputed blocks
-    [stage, limit]; `recomputed`: recomputed blocks of each kind in the whole pipeline [limit]; `n_crossing`:
+    [stage, limit]; `on_last`: on all stages of the last rank [limit]; `before_last`: on the stages before
+    its first one; `recomputed`: recomputed blocks of each kind in the whole pipeline [limit]; `n_crossing`:
     boundaries between stages on different ranks; `n_neighbours`: the stages beside each of the first rank's,
     added up.
     """
@@ -95,6 +88,8 @@ class _Pipeline:
     schedule: Schedule
     plan: Plan
     on_first: Mapping[Part, Column]
+    on_last: Mapping[Part, Column]
+    before_last: Mapping[Part, Column]
     recomputed: Mapping[str, Column]
     n_crossing: int
     n_neighbours: int
@@ -117,21 +112,40 @@ def _pipeline(
     stages = [model.layers_in(stage_layers(n_blocks, plan, i)) for i in range(plan.n_stages)]
     owner = {stage: rank for rank in range(pp) for stage in plan.stages_of(rank)}
     own, last = plan.stages_of(0), plan.n_stages - 1
-    on_first: dict[Part, Column] = {
-        name: np.array([[i == end] * len(limits) for i in own], np.int64)
-        for name, end in (("embedding", 0), ("head", last))
+
+    def on(chosen: Sequence[int]) -> dict[Part, Column]:
+        def column(each: Iterable[Any]) -> Column:
+            return (
+                np.array(list(each), np.int64).reshape(len(chosen), -1)
+                if chosen
+                else np.zeros((0, len(limits)), np.int64)
+            )
+
+        found: dict[Part, Column] = {
+            name: column([i == end] * len(limits) for i in chosen)
+            for name, end in (("embedding", 0), ("head", last))
+        }
+        for kind in model.kinds:
+            again = column(recomputed[stages[i]][kind] for i in chosen)
+            found[BlockPart(kind, again=True)] = again
+            found[BlockPart(kind, again=False)] = column([_n_of(kind, stages[i])] for i in chosen) - again
+        return found
+
+    def sums(chosen: Sequence[int]) -> dict[Part, Column]:
+        return {part: n.sum(axis=0) for part, n in on(chosen).items()}
+
+    recomputed = {
+        layers: {kind: _recomputed(kind, layers, limits) for kind in model.kinds} for layers in {*stages}
     }
-    for kind in model.kinds:
-        again = np.stack([_recomputed(kind, stages[i], limits) for i in own])
-        on_first[BlockPart(kind, again=True)] = again
-        on_first[BlockPart(kind, again=False)] = np.array([[_n_of(kind, stages[i])] for i in own]) - again
     different = Counter(stages).items()
     return _Pipeline(
         SCHEDULES.named(schedule),
         plan,
-        on_first,
+        on(own),
+        sums(plan.stages_of(pp - 1)),
+        sums(range(pp - 1)),
         {
-            kind: np.sum([n * _recomputed(kind, layers, limits) for layers, n in different], axis=0)
+            kind: np.sum([n * recomputed[layers][kind] for layers, n in different], axis=0)
             for kind in model.kinds
         },
         n_crossing=sum(owner[i] != owner[i + 1] for i in range(last)),
@@ -236,15 +250,14 @@ class _Plans:
     def computed_s(self, part: Part, prices: Prices) -> Any:
         """The least seconds of a part's forward pass, or of what is recomputed of it."""
         return self.for_micro_batch(
-            lambda costs: sum([prices.operation_s(e)[0] for e in _costs_of(part, costs).computed])
+            lambda costs: sum([prices.operation_s(e) for e in _costs_of(part, costs).computed])
         )
 
     def backward_s(self, part: Part, prices: Prices) -> Any:
         """The least seconds of a part's backward pass without recomputation."""
 
         def seconds(costs: PartCosts) -> float:
-            events = _costs_of(part, costs).of_passes
-            return sum([prices.operation_s(e)[e.phase == "forward"] for e in events])
+            return sum([prices.operation_s(e) for e in _costs_of(part, costs).backward])
 
         return self.for_micro_batch(seconds)
 
@@ -275,6 +288,26 @@ class _Plans:
     def all_block_elements(self) -> Any:
         """Elements of all blocks' weights."""
         return sum([n * self.elements(block) for n, block, _ in self.runs])
+
+    @property
+    def elements_on_first_rank(self) -> Any:
+        """Elements of the weights of the first rank of each cell's pipeline, as a tensor rank has them."""
+        own: list[Part] = ["embedding", "head", *(block for _, block, _ in self.runs)]
+        return sum([self.n_on_first_rank(part) * self.elements(part) for part in own])
+
+    @property
+    def numbers(self) -> dict[Part, Any]:
+        """How many of each part each cell's whole pipeline has [cell, limit]."""
+        found: dict[Part, Any] = {"embedding": 1, "head": 1}
+        for n, block, again in self.runs:
+            found[again] = self.recomputed(block.kind)
+            found[block] = n - found[again]
+        return found
+
+    @property
+    def boundary_bytes(self) -> Any:
+        """What one stage sends to the next for a micro-batch."""
+        return self.for_micro_batch(lambda costs: costs.boundary_bytes)
 
     def recomputed(self, kind: str) -> Any:
         """How many blocks of a kind each cell's pipeline recomputes [cell, limit]."""
@@ -341,59 +374,112 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Priced) -> Seconds:
     known = _has_rates(plans, cluster, time_model)
     if not known.any():
         return np.full((len(known), 1), inf)
-    m, pp, v = plans.m, plans.pp, plans.virtual_stages
     prices = time_model.prices(plans.plan, cluster, least=True)
-    ends = "embedding", "head"
-    forward_s, backward_s = (
-        sum([n * of(block, prices) for n, block, _ in plans.runs]) + sum([of(end, prices) for end in ends])
-        for of in (plans.computed_s, plans.backward_s)
-    )
-    again: Any = sum(
-        [plans.recomputed(block.kind) * plans.computed_s(block, prices) for _, _, block in plans.runs]
-    )
+    parts = dict(_least_of_parts(plans, prices))
+    found = np.maximum(_average_s(plans, parts, prices), _through_last_s(plans, parts, prices))
+    return np.where(known, found * (1 - ROUNDING), inf)
+
+
+class _Least(NamedTuple):
+    """The least seconds of a part's passes of one micro-batch: arrays over cells.
+
+    `again_s`: of what is recomputed; `tp_s`: of the traffic over the tensor axis, in all of these.
+    """
+
+    forward_s: Any
+    backward_s: Any
+    again_s: Any
+    tp_s: Any
+
+    @property
+    def after_forward_s(self) -> Any:
+        """Of the backward pass with what it recomputes."""
+        return self.backward_s + self.again_s
+
+
+def _least_of_parts(plans: _Plans, prices: Prices) -> Iterator[tuple[Part, _Least]]:
+    def least(part: Part) -> _Least:
+        sent_s = _sent_s(prices, "tp", plans.of("sent_bytes", part))
+        return _Least(plans.computed_s(part, prices), plans.backward_s(part, prices), 0.0, sent_s)
+
+    for end in ("embedding", "head"):
+        yield end, least(end)
+    for _, block, recomputed in plans.runs:
+        found = least(block)
+        yield block, found
+        sent_s = _sent_s(prices, "tp", plans.of("sent_bytes", recomputed))
+        yield recomputed, found._replace(again_s=plans.computed_s(recomputed, prices), tp_s=sent_s)
+
+
+def _added(parts: Mapping[Part, _Least], numbers: Mapping[Part, Any]) -> _Least:
+    """The seconds of so many of each part."""
+    columns = zip(*[[n * each for each in parts[part]] for part, n in numbers.items()], strict=True)
+    return _Least(*map(sum, columns))
+
+
+def _sent_s(prices: Prices, group: Group, n_bytes: Any) -> Any:
+    return prices.least_sent_s(group, np.maximum(0, n_bytes - ROUNDED_BYTES))
+
+
+def _average_s(plans: _Plans, parts: Mapping[Part, _Least], prices: Prices) -> Any:
+    """The least seconds in which the average rank does its work, if it never waits for another stage.
+
+    Reductions are hidden by at most the passes that reduce, and all traffic of a group by what the rank does.
+    """
+    m, pp = plans.m, plans.pp
+    whole = _added(parts, plans.numbers)
     data = plans.data_parallelism(plans.all_elements / pp)
-    updated = data.updated_bytes
-    work = Work(
-        forward_s=m * forward_s / pp,
-        backward_s=m * backward_s / pp,
-        recomputed_s=m * again / pp,
-        sent_s=_sent_s(plans, data, prices),
-        reducing=data.reducing,
-        update_s=prices.moved_s(update_bytes(updated, updated, plans.base.kept.least_share * updated)),
-    )
-    found = parts_s(work)
-    fraction = np.empty(m.shape)
-    for number in np.unique(plans.schedule).tolist():
-        own = plans.schedule == number
-        schedule = SCHEDULES.named(value_of("schedule", number))
-        fraction[own] = schedule.bubble_fraction(pp[own], v[own], m[own])
-    total: Any = sum(found.values()) + bubble_s(fraction, busy_s(found))
-    return np.where(known, total * (1 - ROUNDING), inf)
-
-
-def _sent_s(plans: _Plans, data: DataParallelism, prices: Prices) -> dict[Overlap, Any]:
-    """The least seconds in which the average rank sends its bytes, in the form of `Work.sent_s`."""
-    over_tp = plans.of("sent_bytes", "embedding") + plans.of("sent_bytes", "head")
-    for n, block, recomputed in plans.runs:
-        plain, again = plans.of("sent_bytes", block), plans.of("sent_bytes", recomputed)
-        over_tp = over_tp + n * plain + plans.recomputed(block.kind) * (again - plain)
     crossing = plans.of_pipelines(lambda pipeline: pipeline.n_crossing)
-    boundary_bytes = plans.for_micro_batch(lambda costs: costs.boundary_bytes)
-    passes: dict[Group, Any] = {"tp": plans.m * over_tp, "pp": 2 * plans.m * crossing * boundary_bytes}
-    waits = {axis: n_bytes / plans.pp for axis, n_bytes in passes.items()}
-    every_kind: dict[Overlap, Mapping[Group, Any]] = {
-        "nothing": {**waits, **data.waits},
-        "backward": data.reductions,
-        "compute": data.gathers,
-    }
-    return {
-        overlap: {
-            group: prices.least_sent_s(group, np.maximum(0, n_bytes - ROUNDED_BYTES))
-            for group, n_bytes in sent.items()
-            if group != HOST
-        }
-        for overlap, sent in every_kind.items()
-    }
+    sent_s = _sent_s(prices, "pp", 2 * m * crossing * plans.boundary_bytes / pp)
+    waits_s: Any = sum([_sent_s(prices, group, n) for group, n in data.waits.items() if group != HOST])
+    busy_s = m * sum(whole) / pp + sent_s + waits_s
+    hidden_s = data.reducing * m * (whole.after_forward_s + whole.tp_s) / pp
+    beside_s: Any = 0.0
+    for group in {**data.reductions, **data.gathers}:
+        if group != HOST:
+            reductions_s, gathers_s = (
+                _sent_s(prices, group, sent.get(group, 0)) for sent in (data.reductions, data.gathers)
+            )
+            longer_s = np.maximum(reductions_s - hidden_s, reductions_s + gathers_s - busy_s)
+            beside_s = np.maximum(beside_s, longer_s)
+    return busy_s + beside_s + _update_s(plans, data, prices)
+
+
+def _through_last_s(plans: _Plans, parts: Mapping[Part, _Least], prices: Prices) -> Any:
+    """The least seconds of the way to the last rank, of all micro-batches on that rank, and of the way back.
+
+    A schedule that splits backward passes may end with weights' gradients, on no way back. Where each rank
+    has one stage, the first one ends with its gradients' reduction, beside its last backward pass, and with
+    its update.
+    """
+    m, pp = plans.m, plans.pp
+    last, before, first = (
+        _added(parts, {part: plans.of_pipelines(partial(_number, name, part)) for part in parts})
+        for name in ("on_last", "before_last", "on_first")
+    )
+    splits = plans.of_pipelines(lambda one: one.schedule.splits_backward)
+    n_sends = np.where(pp > 1, pp - 1 + m + np.where(splits, 0, pp - 2), 0)
+    sent_s = _sent_s(prices, "pp", n_sends * plans.boundary_bytes)
+    found = m * sum(last) + np.where(splits, before.forward_s, sum(before)) + sent_s
+    data = plans.data_parallelism(plans.elements_on_first_rank)
+    reductions_s: Any = 0.0
+    for group, n_bytes in data.reductions.items():
+        if group != HOST:
+            reductions_s = np.maximum(reductions_s, _sent_s(prices, group, n_bytes))
+    beside_s = np.maximum(0.0, reductions_s - first.after_forward_s - first.tp_s)
+    ends = (pp > 1) & (plans.virtual_stages == 1) & np.logical_not(splits)
+    return found + np.where(ends, beside_s + _update_s(plans, data, prices), 0.0)
+
+
+def _number(name: str, part: Part, pipeline: _Pipeline) -> Column:
+    """A pipeline's number of a part on the stages that `name` names: [limit]."""
+    found: Column = np.atleast_2d(getattr(pipeline, name)[part]).sum(axis=0)
+    return found
+
+
+def _update_s(plans: _Plans, data: DataParallelism, prices: Prices) -> Quantity:
+    updated = data.updated_bytes
+    return prices.moved_s(update_bytes(updated, updated, plans.base.kept.least_share * updated))
 
 
 def _has_rates(plans: _Plans, cluster: Cluster, time_model: Priced) -> NDArray[np.bool_]:
@@ -412,8 +498,7 @@ def _has_rates(plans: _Plans, cluster: Cluster, time_model: Priced) -> NDArray[n
 
 def _least_bytes(plans: _Plans) -> Bytes:
     """A lower bound of the peak of each plan's first rank: the worse of two instants."""
-    own: list[Part] = ["embedding", "head", *(block for _, block, _ in plans.runs)]
-    elements: Any = sum([plans.n_on_first_rank(part) * plans.elements(part) for part in own])
+    elements = plans.elements_on_first_rank
     data = plans.data_parallelism(elements)
     saved_bytes = {part: plans.of("saved_bytes", part) for part in plans.pipelines[0].on_first}
     instants, place = plans.instants()

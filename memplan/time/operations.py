@@ -33,18 +33,17 @@ class Operations:
         self.curve, self.multiprocessors = curve_of(gpu, matmul)
         self.memory_bytes_per_s = self.curve.memory_tb_per_s * TB
         self.sustained: float = toml_table(SUSTAINED)[lender_of(gpu, "products").name]["of_products"]
-        self._known: dict[tuple[Any, ...], tuple[float, float]] = {}
+        self._known: dict[tuple[Any, ...], float] = {}
 
-    def seconds(self, event: Compute) -> tuple[float, float]:
-        """Seconds of a computation itself, and of the backward pass that it stands for."""
-        moved = event.moved_bytes, event.n_kernels
-        key = event.kind, event.operands, event.phase, event.n_grads, event.flops, moved
+    def seconds(self, event: Compute) -> float:
+        """Seconds of a computation."""
+        key = event.kind, event.operands, event.flops, event.moved_bytes, event.n_kernels
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._own_s(event), self._grads_s(event)
+            found = self._known[key] = self._seconds(event)
         return found
 
-    def _own_s(self, event: Compute) -> float:
+    def _seconds(self, event: Compute) -> float:
         kind = event.kind
         if kind is ComputeKind.MEMORY:
             launches_s = event.n_kernels * self.curve.launch_us * 1e-6
@@ -54,18 +53,6 @@ class Operations:
         if kind in (ComputeKind.ATTENTION, ComputeKind.ATTENTION_BACKWARD):
             return self._attention_s(event.operands, backward=kind is ComputeKind.ATTENTION_BACKWARD)
         return self._product_s(*sizes_of(kind, event.operands), kind)
-
-    def _grads_s(self, event: Compute) -> float:
-        kind = event.kind
-        if event.phase != "forward" or not event.n_grads or kind is ComputeKind.MEMORY:
-            return 0.0
-        if kind is ComputeKind.ATTENTION:
-            return self._attention_s(event.operands, backward=True)
-        if kind is ComputeKind.UNKNOWN:
-            return self._flops_s(event.n_grads * event.flops)
-        m, n, k = sizes_of(kind, event.operands)
-        batch = event.operands[0][0] if kind is ComputeKind.BMM else 1
-        return self._product_s(m, k, n, kind) + self._product_s(batch * k, n, m // batch, kind)
 
     def _flops_s(self, flops: int) -> float:
         """Seconds of FLOPs of which no more is known: at the rate of the fastest tiles."""

@@ -11,8 +11,11 @@ from typing import Final, NamedTuple, final
 from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.options import DeepSpeedOptions
 from memplan.engines.module_calls import Containers, Part, called
-from memplan.record import Collective, Event, UnitHook, allocs, frees
+from memplan.record import COMPUTE, Collective, Event, RecordEvent, UnitHook, WaitStream, allocs, frees
 from memplan.shapes import Buffer, DType, buffer_of
+
+ALL_GATHER: Final = "all-gather"
+"""The stream of all-gathers of weights."""
 
 IN_ORDER: Final = attrgetter("start")
 
@@ -109,22 +112,30 @@ class PartitionedParameterCoordinator:
         self.n_available += sum([slot.n_elements for slot in slots])
         self.in_flight |= dict.fromkeys(slots, Gathered(slots, flat if several else None))
         yield from allocs(flat if several else self.alone[slots[0]])
-        yield self.all_gather(flat.n_bytes)
+        yield from (WaitStream(ALL_GATHER, COMPUTE), self.all_gather(flat.n_bytes))
+        yield RecordEvent(self._event(slots[0]), ALL_GATHER)
 
     @staticmethod
     def all_gather(n_bytes: int) -> Collective:
-        """An all-gather of weights; it overlaps with computation."""
+        """An all-gather of weights, on a stream of its own."""
         what = "gather weights"
-        return Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n_bytes, overlap="compute")
+        return Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n_bytes, stream=ALL_GATHER)
+
+    @staticmethod
+    def _event(slot: Slot) -> str:
+        """The event at the end of the all-gather whose first parameter this is."""
+        return f"all-gather from element {slot.start}"
 
     def _wait(self, slot: Slot) -> Iterator[Event]:
         """Waits for a parameter; the first of several that came together copies all of them."""
         gathered = self.in_flight.pop(slot)
         if gathered.flat is None:
             self.available[slot] = self.alone[slot]
+            yield WaitStream(COMPUTE, self._event(slot))
             return
         if gathered not in self.copied:
             self.copied.add(gathered)
+            yield WaitStream(COMPUTE, self._event(gathered.slots[0]))
             self.available |= {one: self.whole[one] for one in gathered.slots}
             yield from allocs(*[self.whole[one] for one in gathered.slots])
         if gathered not in self.in_flight.values():
@@ -186,6 +197,7 @@ class PartitionedParameterCoordinator:
     def gather_persistent(self) -> Iterator[Event]:
         """Gathers the parameters that stay gathered, one by one, after an update."""
         self.available |= self.persistent
+        yield WaitStream(ALL_GATHER, COMPUTE)
         for gathered in self.persistent.values():
             yield from allocs(gathered)
             yield self.all_gather(gathered.n_bytes)

@@ -49,7 +49,7 @@ class FP16Optimizer(Optimizer):
     def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
         """Plays `deepspeed.runtime.engine:DeepSpeedEngine.buffered_allreduce_fallback`."""
         if boundary:
-            yield from self.reduced([slot.n_elements for slot in self.slots], ALLREDUCE_ELEMENTS, "nothing")
+            yield from self.reduced([slot.n_elements for slot in self.slots], ALLREDUCE_ELEMENTS)
 
     def step(self) -> Stretch:
         """Plays `deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.step`."""

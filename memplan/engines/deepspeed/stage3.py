@@ -10,8 +10,15 @@ from memplan.engines.deepspeed.coordinator import PartitionedParameterCoordinato
 from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.options import overlaps
 from memplan.engines.deepspeed.stage import DeepSpeedStage
-from memplan.engines.deepspeed.zero_optimizer import Optimizer, all_reduce, flat_buffer, norms_of, stepped
-from memplan.record import Collective, Event, Stretch, allocs, events, frees
+from memplan.engines.deepspeed.zero_optimizer import (
+    REDUCTION,
+    Optimizer,
+    all_reduce,
+    flat_buffer,
+    norms_of,
+    stepped,
+)
+from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
 from memplan.shapes import BOOL, FP32, FP64, Buffer, buffer_of
 
 GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP64)
@@ -30,6 +37,7 @@ class Stage3Optimizer(Optimizer):
         super().__init__(stage, slots)
         options, dtype, self.n_ranks = stage.options, stage.dtype, stage.plan.dp
         self.coordinator, self.bucket_size = coordinator, options.reduce_bucket_size
+        self.overlaps = overlaps(stage.plan)
         self.parts = [slot.part(self.n_ranks) for slot in slots]
         total = sum(self.parts)
         self.groups = list(_sub_groups(self.parts, options.sub_group_size))
@@ -49,7 +57,7 @@ class Stage3Optimizer(Optimizer):
 
     @property
     def on_own_stream(self) -> list[tuple[Buffer, str]]:
-        if not overlaps(self.stage.plan):
+        if not self.overlaps:
             return []
         held = self.coordinator
         gathered = [*held.whole.values(), *held.alone.values(), *held.flats]
@@ -98,9 +106,10 @@ class Stage3Optimizer(Optimizer):
         copies = [] if one else [*padding, flat]
         self.flattened += copies
         yield from allocs(*copies)
+        yield from [WaitStream(REDUCTION, COMPUTE)] * self.overlaps
         yield Collective(
             kind="reduce_scatter", axis="dp", what="reduce gradients",
-            payload_bytes=flat.n_bytes, overlap="backward",
+            payload_bytes=flat.n_bytes, stream=REDUCTION if self.overlaps else COMPUTE,
         )  # fmt: skip
         yield from frees(*copies)
         yield from frees(*[self.grad(slot) for slot in self.bucket if slot.n_elements > self.bucket_size])
@@ -109,6 +118,7 @@ class Stage3Optimizer(Optimizer):
     def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
         if self.bucket:
             yield from self._reduce_and_partition_ipg_grads()
+        yield from [WaitStream(COMPUTE, REDUCTION)] * self.overlaps
 
     def step(self) -> Stretch:
         """Plays `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step`."""

@@ -9,8 +9,15 @@ from typing import Final, final
 from memplan.engines.deepspeed.flat import Partitions, Slot
 from memplan.engines.deepspeed.options import overlaps
 from memplan.engines.deepspeed.stage import DeepSpeedStage
-from memplan.engines.deepspeed.zero_optimizer import Optimizer, all_reduce, flat_buffer, norms_of, stepped
-from memplan.record import Collective, Event, Overlap, Stretch, allocs, events, frees
+from memplan.engines.deepspeed.zero_optimizer import (
+    REDUCTION,
+    Optimizer,
+    all_reduce,
+    flat_buffer,
+    norms_of,
+    stepped,
+)
+from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
 from memplan.shapes import FP32, UINT8, Buffer, buffer_of
 
 GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP32)
@@ -38,7 +45,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
         self.partitions = Partitions(slots, plan.dp)
         self.partition_gradients, self.overlaps = plan.zero == 2, overlaps(plan)
         self.bucket_size = options.reduce_bucket_size
-        self.overlap: Overlap = "backward" if self.overlaps else "nothing"
+        self.stream = REDUCTION if self.overlaps else COMPUTE
         size = self.partitions.size
         self.flat = flat_buffer("bit16_groups_flat", self.partitions.n_elements, dtype, weights=True)
         self.master = flat_buffer("single_partition_of_fp32_groups", size)
@@ -98,7 +105,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
     def reduce_ipg_grads(self) -> Iterator[Event]:
         """Reduces the bucket; the rank's partition is copied out of it (`copy_grads_in_partition`)."""
         ranges = self.partitions.ranges(self.bucket)
-        yield from self.reduced(ranges, self.bucket_size, self.overlap)
+        yield from self.reduced(ranges, self.bucket_size, self.stream)
         for slot in self.bucket:
             if slot in self.own and not self.has_partition:
                 self.has_partition = True
@@ -120,6 +127,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
             for slot in self.slots:
                 yield from self.reduce_independent_p_g_buckets_and_remove_grads(slot)
         yield from self.reduce_ipg_grads()
+        yield from [WaitStream(COMPUTE, REDUCTION)] * self.overlaps
         yield from allocs(*[self.zeros] * (boundary and self.padding > 0))
         yield from frees(*self.ipg_buffers)
         yield from frees(*[self.grad(slot) for slot in self.left])

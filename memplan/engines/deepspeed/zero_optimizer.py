@@ -7,8 +7,11 @@ from typing import Final
 from memplan.engines.deepspeed.flat import Slot, calls_of
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.kernels import norm_scratch
-from memplan.record import Collective, Event, Overlap, Stretch, allocs, chain, events, frees
+from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, chain, events, frees
 from memplan.shapes import FP32, FP64, UINT8, Buffer, DType, buffer_of
+
+REDUCTION: Final = "reduction"
+"""The stream of reductions under `overlap_comm`."""
 
 UPDATE_NAME: Final = "optimizer step"
 """The stretch before which the first step makes FusedAdam's moments."""
@@ -63,23 +66,28 @@ class Optimizer(ABC):
         """A parameter's gradient, as autograd has made it."""
         return self.grad_of[slot.parameter]
 
-    def reduced(self, sizes: Iterable[int], most: int, overlap: Overlap = "nothing") -> Iterator[Event]:
+    def reduced(self, sizes: Iterable[int], most: int, stream: str = COMPUTE) -> Iterator[Event]:
         """The all-reduces of gradients that are flattened first; a single tensor is not copied.
 
-        Source: torch/csrc/utils/tensor_flatten.h (`flatten_dense_tensors`).
+        On a stream of its own, each waits for what was computed, which waits for the ones before.
+
+        Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.average_tensor`,
+        torch/csrc/utils/tensor_flatten.h (`flatten_dense_tensors`).
         """
         for call in calls_of(sizes, most):
             flat = buffer_of("gradients to reduce", (sum(call),), self.stage.dtype)
             copies = [flat] if len(call) > 1 else []
             self.flattened += copies
             yield from allocs(*copies)
-            yield all_reduce("reduce gradients", flat.n_bytes, overlap)
+            if stream != COMPUTE:
+                yield from (WaitStream(stream, COMPUTE), WaitStream(COMPUTE, stream))
+            yield all_reduce("reduce gradients", flat.n_bytes, stream)
             yield from frees(*copies)
 
 
-def all_reduce(what: str, n_bytes: int, overlap: Overlap = "nothing") -> Collective:
+def all_reduce(what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:
     """An all-reduce over the data-parallel ranks."""
-    return Collective(kind="all_reduce", axis="dp", what=what, payload_bytes=n_bytes, overlap=overlap)
+    return Collective(kind="all_reduce", axis="dp", what=what, payload_bytes=n_bytes, stream=stream)
 
 
 def flat_buffer(name: str, n_elements: int, dtype: DType = FP32, *, weights: bool = False) -> Buffer:

@@ -40,6 +40,11 @@ class Bucket(NamedTuple):
         """Its elements, padding included."""
         return self.end - self.start
 
+    @property
+    def unpadded(self) -> int:
+        """The elements of its weights."""
+        return sum([end - start for _, start, end in self.parameters])
+
     def shard(self, rank: int, n_ranks: int) -> Iterator[tuple[Parameter, int]]:
         """The weights of which a data-parallel rank has a part, and the part's elements.
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from memplan.device import Device
 from memplan.engines.backward import added_to_older, backward_order, from_outside
 from memplan.engines.megatron.options import megatron_options
+from memplan.engines.megatron.overlap import Piece
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.models import Model
 from memplan.models.base import BLOCKS
@@ -236,6 +237,22 @@ class ModelChunk:
         for kind, n in self.layers:
             if moe is not None and kind == EXPERTS:
                 yield from [*kept_by_dispatcher(moe, tokens, self.params_dtype, self.model.config)] * n
+
+    def pieces(self, of: Stretch) -> list[Piece]:
+        """A pass layer by layer, with each part's weights; a tied head's are the embedding's."""
+        layers = [block.parameters for block, n in self.blocks for _ in range(n)]
+        of_layers = iter(layers if of is self.forward else layers[::-1])
+        embedding = self.trace.embed_parameters
+        head = [p for p in self.trace.head_parameters if p not in embedding]
+        of_ends = {"embedding": embedding, "head": head}
+        found: list[Piece] = []
+        for part in of.parts:
+            name = part.name.split()[-1]
+            if name == "layer":
+                found += [Piece(one, next(of_layers)) for one in part.parts * part.repeats]
+            else:
+                found.append(Piece(part, of_ends.get(name, ())))
+        return found
 
     def _p2p(self, kind: CollectiveKind, what: str, *, sends: bool) -> Stretch:
         n_bytes = self.trace.boundary.n_bytes

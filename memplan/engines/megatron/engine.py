@@ -1,7 +1,7 @@
 """Megatron-Core as an engine: a rank's model chunks, what it holds between steps, and its step."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from typing import Final, final
@@ -11,6 +11,7 @@ from memplan.engines.base import Confirmation, Engine, RankRecord
 from memplan.engines.megatron.buffers import (
     USUAL_BUCKET,
     USUAL_BUCKET_PER_RANK,
+    Bucket,
     ChunkStates,
     Shard,
     buckets_of,
@@ -18,6 +19,14 @@ from memplan.engines.megatron.buffers import (
 )
 from memplan.engines.megatron.chunk import ModelChunk
 from memplan.engines.megatron.options import MegatronOptions, megatron_options
+from memplan.engines.megatron.overlap import (
+    GRADIENTS,
+    WEIGHTS,
+    Division,
+    gathering,
+    reducing,
+    replaced,
+)
 from memplan.engines.megatron.refusals import REFUSALS
 from memplan.engines.megatron.schedules import forward_backward
 from memplan.memory import Alive
@@ -25,7 +34,18 @@ from memplan.models import Model
 from memplan.models.base import Layers
 from memplan.models.megatron import EXPERTS, WORDS, gpt_model
 from memplan.plan import Plan, Rank, stage_layers
-from memplan.record import Collective, Event, Stretch, allocs, chain, events, frees
+from memplan.record import (
+    COMPUTE,
+    Collective,
+    CollectiveKind,
+    Event,
+    Stretch,
+    WaitStream,
+    allocs,
+    chain,
+    events,
+    frees,
+)
 from memplan.replay import AllocatorProgram
 from memplan.shapes import FP16, FP32, INT32, UINT8, Buffer, DType, Parameter, buffer_of
 from memplan.tape import Backend
@@ -107,11 +127,19 @@ class MegatronRank:
 
     @cached_property
     def states(self) -> list[ChunkStates]:
-        """Weights, gradient buffers, main parameters and moments of each chunk, experts' after the others'.
+        """Weights, gradient buffers, main parameters and moments of each chunk, experts' last."""
+        plan, found = self.plan, []
+        for own in self._divisions():
+            shard = Shard(own.buckets, own.place % own.n_ranks, own.n_ranks) if plan.zero else None
+            found.append(chunk_states(own.parameters, self.grad_dtype, plan.optimizer, shard, own.group))
+        return found
+
+    def _divisions(self) -> Iterator[Division]:
+        """The weights of each chunk by the ranks that reduce their gradients, experts' after the others'.
 
         Source: megatron.core.distributed.distributed_data_parallel:group_params_for_buffers.
         """
-        plan, found = self.plan, []
+        plan = self.plan
         place = self.rank.dp * plan.cp + self.rank.cp
         groups = [(plan.shard_group, plan.n_shards, place)]
         if plan.ep > 1:
@@ -121,15 +149,10 @@ class MegatronRank:
             parameters = [
                 p for p in chunk.parameters() if (OF_EXPERTS in p.name and plan.ep > 1) == of_experts
             ]
-            if not parameters:
-                continue
-            shard = None
-            if plan.zero:
+            if parameters:
                 n = n_ranks // self.options.num_distributed_optimizer_instances
                 buckets = buckets_of(parameters, self.bucket_size(local), n, self.shared(chunk))
-                shard = Shard(buckets, own % n, n)
-            found.append(chunk_states(parameters, self.grad_dtype, plan.optimizer, shard, group))
-        return found
+                yield Division(local, group, own, n, parameters, buckets)
 
     @cached_property
     def main_grads(self) -> list[Buffer]:
@@ -255,30 +278,65 @@ class MegatronRank:
         """A step: its passes, then the update; the first one finds nothing that a step has left."""
         dropped = events("zero_grad", frees(*[] if first else self.main_grads))
         passes = forward_backward(self.plan, self.rank.pp, self.chunks, first_step=first)
+        for local in range(len(self.chunks)):
+            passes = self._with_traffic(passes, local)
         return chain(
             "step", dropped, *passes, events(UPDATE_NAME, [*self._communication(), *allocs(*self.main_grads)])
         )
 
-    def _communication(self) -> Iterator[Collective]:
+    def _with_traffic(self, passes: list[Stretch], local: int) -> list[Stretch]:
+        """The passes, of which a chunk's first gathers its weights, and its last reduces its gradients."""
+        chunk, options = self.chunks[local], self.options
+        own = [
+            each
+            for each in zip(self._divisions(), self.states, strict=True)
+            if each[0].local == local and self.plan.mesh.size(each[0].group) > 1
+        ]
+        if options.overlap_grad_reduce and own:
+            reduced = [(part, self._reduced(states, part.buckets, GRADIENTS)) for part, states in own]
+            beside = reducing(chunk.pieces(chunk.backward), reduced)
+            passes = replaced(passes, local, "backward", chunk.backward, beside)
+        if options.overlap_param_gather and own:
+            gathered = [(part, self._gathered(states, part.buckets, WEIGHTS)) for part, states in own]
+            beside = gathering(chunk.pieces(chunk.forward), gathered)
+            passes = replaced(passes, local, "forward", chunk.forward, beside)
+        return passes
+
+    def _reduced(
+        self, states: ChunkStates, buckets: Sequence[Bucket] = (), stream: str = COMPUTE
+    ) -> list[Collective]:
+        """The reductions of each bucket of gradients, or of all; without ZeRO there is no padding."""
+        kind: CollectiveKind = "reduce_scatter" if self.plan.zero else "all_reduce"
+        size = states.grad_data.dtype.itemsize
+        n_bytes = [size * (one.n_elements if self.plan.zero else one.unpadded) for one in buckets]
+        return [
+            Collective(kind=kind, axis=states.group, what="gradients", payload_bytes=n, stream=stream)
+            for n in n_bytes or [states.grad_data.n_bytes]
+        ]
+
+    def _gathered(
+        self, states: ChunkStates, buckets: Sequence[Bucket] = (), stream: str = COMPUTE
+    ) -> list[Collective]:
+        """The distributed optimizer's gathers of each bucket of weights, or of all."""
+        if states.param_data is None:
+            return []
+        n_bytes = [states.param_data.dtype.itemsize * one.n_elements for one in buckets]
+        return [
+            Collective(kind="all_gather", axis=states.group, what="weights", payload_bytes=n, stream=stream)
+            for n in n_bytes or [states.param_data.n_bytes]
+        ]
+
+    def _communication(self) -> Iterator[Event]:
         """The gradients' reduction, and with the distributed optimizer the gather of the weights.
 
         Neglects: what clipping and the update allocate for a moment, which is less than the passes do.
         """
-        plan, options = self.plan, self.options
-        for chunk in self.states:
-            if plan.mesh.size(chunk.group) == 1:
-                continue
-            yield Collective(
-                kind="reduce_scatter" if plan.zero else "all_reduce", axis=chunk.group, what="gradients",
-                payload_bytes=chunk.grad_data.n_bytes,
-                overlap="backward" if options.overlap_grad_reduce else "nothing",
-            )  # fmt: skip
-            if chunk.param_data is not None:
-                yield Collective(
-                    kind="all_gather", axis=chunk.group, what="weights",
-                    payload_bytes=chunk.param_data.n_bytes,
-                    overlap="compute" if options.overlap_param_gather else "nothing",
-                )  # fmt: skip
+        if self.options.overlap_grad_reduce:
+            yield WaitStream(COMPUTE, GRADIENTS)
+        for states in self.states:
+            if self.plan.mesh.size(states.group) > 1:
+                yield from [] if self.options.overlap_grad_reduce else self._reduced(states)
+                yield from [] if self.options.overlap_param_gather else self._gathered(states)
 
     def program(self) -> AllocatorProgram:
         """The rank's allocations and frees in order, as the caching allocator sees them."""

@@ -18,15 +18,18 @@ from memplan.engines.split import BlockRuns
 from memplan.engines.torch.module import StageModule, before_blocks
 from memplan.engines.torch.sharding import ddp_buckets, partial_sum
 from memplan.engines.torch.stage import Stage
+from memplan.engines.torch.units import ALL_REDUCE
 from memplan.engines.trace import Segment, Trace, buffer_in, gradients
 from memplan.memory import Alive
 from memplan.record import (
+    COMPUTE,
     AccumulateGrad,
     Alloc,
     Collective,
     Event,
     Free,
     Stretch,
+    WaitStream,
     allocs,
     chain,
     events,
@@ -138,7 +141,8 @@ def reduction(hook: str, bucket: Bucket, dtype: DType) -> tuple[Event, ...]:
     Source: default_hooks.py (`_compress_hook`), powerSGD_hook.py (`powerSGD_hook`).
     """
     all_reduce = partial(Collective, kind="all_reduce", axis="dp", what="all-reduce gradients")
-    sent = [all_reduce(payload_bytes=n, overlap="backward") for n in payloads(hook, bucket, dtype)]
+    sent: list[Event] = [WaitStream(ALL_REDUCE, COMPUTE)]
+    sent += [all_reduce(payload_bytes=n, stream=ALL_REDUCE) for n in payloads(hook, bucket, dtype)]
     if hook in COMPRESSED and COMPRESSED[hook] != dtype:
         narrow = COMPRESSED[hook]
         copy = buffer_of(f"gradients as {narrow.name} (DDP bucket)", (bucket.n_elements,), narrow)
@@ -184,10 +188,14 @@ class Reducer:
         self.played: dict[tuple[int, bool], Stretch] = {}
 
     def backward(self, drops: int, *, reduces: bool) -> Stretch:
-        """A backward pass that frees `drops` tensors of each ready gradient and, if `reduces`, reduces."""
+        """A backward pass that frees `drops` tensors of each ready gradient and, if `reduces`, reduces.
+
+        Source: torch/csrc/distributed/c10d/reducer.cpp (`finalize_backward`).
+        """
         key = drops, reduces
         if key not in self.played:
-            self.played[key] = chain("backward", *_Backward(self, drops, reduces=reduces).parts())
+            waits = [events("finalize_backward", [WaitStream(COMPUTE, ALL_REDUCE)])] * reduces
+            self.played[key] = chain("backward", *_Backward(self, drops, reduces=reduces).parts(), *waits)
         return self.played[key]
 
 

@@ -134,7 +134,7 @@ class TorchEngine(Engine):
             return Costs(
                 elements=sum([p.n_elements for p in parameters if p.requires_grad]),
                 computed=tuple([e for e in computed if e.phase != "backward"]),
-                of_passes=tuple([e for e in events if isinstance(e, Compute) and e.phase != "recompute"]),
+                backward=tuple([e for e in events if isinstance(e, Compute) and e.phase == "backward"]),
                 sent_bytes=sum([self.wire_bytes(e.kind, e.payload_bytes, plan.tp) for e in sent]),
                 saved_bytes=sum([each.stretch("").net_bytes for each in forward]),
             )

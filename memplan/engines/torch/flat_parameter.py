@@ -10,9 +10,17 @@ from typing import Final, NamedTuple, final
 from memplan.engines.stage import trained
 from memplan.engines.torch.param_group import copied
 from memplan.engines.torch.stage import RankStages, Stage
-from memplan.engines.torch.units import CountedEvents, EqualParameters, Row, collectives
+from memplan.engines.torch.units import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    CountedEvents,
+    EqualParameters,
+    Row,
+    collectives,
+)
 from memplan.memory import Alive
-from memplan.record import Event, allocs, frees
+from memplan.record import COMPUTE, Event, WaitStream, allocs, frees
 from memplan.shapes import Buffer, DType, Parameter, Shape, buffer_of
 
 ALIGNMENT_BYTES: Final = 16
@@ -138,7 +146,7 @@ class FlatParameter:
         yield from allocs(*[self.low_precision] * self.casts)
         if self.stage.offloads:
             yield from allocs(self.uploaded)
-            yield copied("weights to the GPU", self.uploaded.n_bytes, "compute")
+            yield copied("weights to the GPU", self.uploaded.n_bytes, ALL_GATHER)
             yield from frees(*[self.uploaded] * self.casts)
         if not is_whole:
             yield from (*allocs(self.unsharded), self.all_gather)
@@ -176,16 +184,16 @@ class FlatParameter:
         yield from allocs(*[self.padded_grad] * pads)
         kept = self.passing if added else self.reduced
         output = kept if formats.reduce == formats.accumulate else self.reduce_output
-        yield from (*allocs(output), self.reduce_scatter)
+        yield from (*allocs(output), WaitStream(REDUCE_SCATTER, COMPUTE), self.reduce_scatter)
         if self.stage.backend == "gloo":
             yield from (*allocs(self.reduce_scratch), *frees(self.reduce_scratch))
         if self.stage.plan.dp_replicate > 1:
-            yield self.all_reduce
+            yield from (WaitStream(ALL_REDUCE, REDUCE_SCATTER), self.all_reduce)
         if output is not kept:
             yield from (*allocs(kept), *frees(output))
         yield from frees(*[whole] * (whole is not self.grad), *[self.padded_grad] * pads)
         if self.stage.offloads:
-            yield copied("gradients to the host", self.reduced.n_bytes, "compute")
+            yield copied("gradients to the host", self.reduced.n_bytes, REDUCE_SCATTER)
         yield from frees(*[kept] * added, self.grad)
 
 

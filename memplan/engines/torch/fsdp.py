@@ -6,7 +6,7 @@ Source: `torch.distributed.fsdp._fully_shard._fully_shard:fully_shard`.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple, final
+from typing import Final, Literal, NamedTuple, final
 
 from memplan.engines.backward import added_to_older, backward_order, from_outside
 from memplan.engines.torch.module import (
@@ -16,6 +16,9 @@ from memplan.engines.torch.module import (
 from memplan.engines.torch.param_group import CommContext, ParamGroup, Units
 from memplan.engines.torch.stage import Stage
 from memplan.engines.torch.units import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
     CountedEvents,
     grouped,
     in_order,
@@ -27,18 +30,24 @@ from memplan.engines.trace import Segment
 from memplan.memory import Alive
 from memplan.placements import Replicate
 from memplan.record import (
+    COMPUTE,
     AccumulateGrad,
     Alloc,
     Event,
     Free,
+    RecordEvent,
     Stretch,
     UnitHook,
+    WaitStream,
     chain,
     events,
     frees,
     repeated,
 )
 from memplan.shapes import Buffer, Parameter, buffer_of
+
+COPY_OUT: Final = "copy-out"
+"""The event of the last copy of gathered weights."""
 
 Weights = Literal["sharded", "freed after forward", "whole"]
 """A stage's weights: all sharded; unsharded only in groups that do not reshard; all unsharded."""
@@ -146,9 +155,13 @@ class FSDPModule(StageModule[FsdpState]):
             yield from self._waited(group)
 
     def _waited(self, group: ParamGroup) -> Iterator[CountedEvents]:
-        """Copies an all-gather's output in a forward pass, and holds its flat buffer until the next copy."""
+        """Copies an all-gather's output in a forward pass, and holds its flat buffer until the next copy.
+
+        All-gathers to come wait for the copy before this one, so that two are under way at most.
+        """
         yield from group.wait_for_unshard(self.comms.all_gather)
         self.comms.all_gather = None if group.alone else group
+        yield (WaitStream(ALL_GATHER, COPY_OUT), RecordEvent(COPY_OUT, COMPUTE)), int(not group.alone)
 
     def post_forward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a group's unsharded weights, if it reshards.
@@ -182,6 +195,7 @@ class FSDPModule(StageModule[FsdpState]):
         if group is not None and self.comms.prefetched is group:
             self.comms.prefetched = None
             yield from group.wait_for_unshard(group)
+            yield (WaitStream(ALL_GATHER, COMPUTE),), int(not group.alone)
         if group is not None:
             yield from self.prefetch(following)
 
@@ -487,7 +501,7 @@ class FSDPModule(StageModule[FsdpState]):
             left -= size * times
 
     def finalize_backward(self) -> Iterator[CountedEvents]:
-        """The end of a backward pass that reduces: frees what its collectives still hold.
+        """The end of a backward pass that reduces: waits for its collectives, and frees what they still hold.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
@@ -496,6 +510,8 @@ class FSDPModule(StageModule[FsdpState]):
         ahead, reduced = self.comms.prefetched, self.comms.reduce_scatter
         yield () if ahead is None or ahead.alone else frees(ahead.flat), 1
         yield () if reduced is None else frees(reduced.reduce_input), 1
+        if self.comms.reduced:
+            yield (WaitStream(COMPUTE, REDUCE_SCATTER), WaitStream(COMPUTE, ALL_REDUCE)), 1
 
     # --- What a schedule does between passes ---
 

@@ -4,16 +4,37 @@ Source: `torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataPara
 """
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Self, final
+from typing import Final, NamedTuple, Self, final
 
 from memplan.engines.backward import backward_order
 from memplan.engines.torch.flat_parameter import FlatParameter, FlatUnits
 from memplan.engines.torch.module import StageModule, before_blocks
 from memplan.engines.torch.stage import Stage
-from memplan.engines.torch.units import CountedEvents, grouped, in_order, next_units, opened_when_called
+from memplan.engines.torch.units import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    CountedEvents,
+    grouped,
+    in_order,
+    next_units,
+    opened_when_called,
+)
 from memplan.engines.trace import Segment
-from memplan.record import Stretch, chain, events, frees, repeated
+from memplan.record import COMPUTE, RecordEvent, Stretch, WaitStream, chain, events, frees, repeated
 from memplan.shapes import Buffer
+
+FREED: Final = "freed"
+"""The event of the last unit whose weights were freed."""
+
+WAIT_FOR_UNSHARD: Final[CountedEvents] = (WaitStream(COMPUTE, ALL_GATHER),), 1
+"""Computation waits for all all-gathers so far."""
+
+TWO_AT_MOST: Final[CountedEvents] = (WaitStream(ALL_GATHER, FREED), RecordEvent(FREED, COMPUTE)), 1
+"""All-gathers to come wait until the unit before the one that is freed now was freed (`limit_all_gathers`).
+
+Source: `torch.distributed.fsdp._limiter_utils:_FreeEventQueue`.
+"""
 
 
 class Fsdp1State(NamedTuple):
@@ -101,6 +122,7 @@ class FullyShardedDataParallel(StageModule[Fsdp1State]):
         ahead = self.prefetches_forward
         if first or not ahead:
             yield from self._unshard(unit)
+        yield WAIT_FOR_UNSHARD
         if ahead:
             yield from self._unshard(following)
 
@@ -113,6 +135,7 @@ class FullyShardedDataParallel(StageModule[Fsdp1State]):
         """
         if self.gathers_early == "none" or is_root:
             yield from self._gathered_again(unit)
+        yield WAIT_FOR_UNSHARD
         if self.gathers_early == "pre":
             yield from self._gathered_again(following)
 
@@ -138,6 +161,7 @@ class FullyShardedDataParallel(StageModule[Fsdp1State]):
             return
         yield from unit.flatten_grads(self.grads)
         yield unit.reshard(frees_whole=self.state.syncs or self.stage.plan.zero == 3), 1
+        yield TWO_AT_MOST
         if self.gathers_early == "post":
             yield from self._gathered_again(following)
         if self.state.syncs:
@@ -157,7 +181,7 @@ class FullyShardedDataParallel(StageModule[Fsdp1State]):
         parts.append(before_blocks(trace, "forward", trace.embed.events))
         for (unit, segments, times), after in zip(rows, following, strict=True):
             passed = [(segment.events, n) for segment, n in segments]
-            freed = [(unit.reshard(), 1)] if unit is not None and unit.reshards else []
+            freed = [(unit.reshard(), 1), TWO_AT_MOST] if unit is not None and unit.reshards else []
             for n, then in ((times - 1, unit), (1, after)):
                 opened = [] if unit is None else [*self._pre_forward(unit, then)]
                 turns = (*opened_when_called(opened, passed), *freed)
@@ -189,9 +213,11 @@ class FullyShardedDataParallel(StageModule[Fsdp1State]):
                 parts.append(repeated(in_order("backward: block", turns), n))
                 pending = unit if self.ends_late else None
         parts.append(before_blocks(trace, "backward", trace.embed_backward.events))
-        ended = *self._post_backward(pending, None), *self._post_backward(root, None)
-        parts.append(in_order("backward: root", ended))
+        ended = [*self._post_backward(pending, None), *self._post_backward(root, None)]
         syncs = self.state.syncs
+        if syncs:
+            ended.append(((WaitStream(COMPUTE, REDUCE_SCATTER), WaitStream(COMPUTE, ALL_REDUCE)), 1))
+        parts.append(in_order("backward: root", ended))
         if syncs and self.stage.offloads:
             on_gpu = [(frees(grad), n) for grad, n in self.sharded_grads()]
             parts.append(in_order("backward: gradients are on the host", on_gpu))

@@ -11,8 +11,16 @@ from itertools import groupby
 from memplan.engines.stage import trained
 from memplan.engines.torch.sharding import n_shards, padded_shard_elements, partial_sum, shard_elements
 from memplan.engines.torch.stage import Stage, stored_dtype
-from memplan.engines.torch.units import CountedEvents, EqualParameters, Row, collectives
-from memplan.record import Alloc, Collective, Event, Free, Overlap, allocs, frees
+from memplan.engines.torch.units import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    CountedEvents,
+    EqualParameters,
+    Row,
+    collectives,
+)
+from memplan.record import COMPUTE, Alloc, Collective, Event, Free, WaitStream, allocs, frees
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 
 
@@ -124,7 +132,8 @@ class ParamGroup:
         return {buffer: copy(buffer) for buffer in (self.flat, *inputs, *self.uploads.values())}
 
     def ahead(self, counted: Iterable[CountedEvents]) -> Iterator[CountedEvents]:
-        """The all-gather that a schedule asks for: as `unshard`, but on the default stream."""
+        """The all-gather that a schedule asks for: as `unshard`, but after the default stream's work."""
+        yield (WaitStream(ALL_GATHER, COMPUTE),), 1
         for found, times in counted:
             yield tuple(map(self._ahead, found)), times
 
@@ -138,13 +147,13 @@ class ParamGroup:
         if not self.stage.offloads:
             return allocs(shard)
         uploaded = self.uploads.get(shard, shard)
-        moved = copied("weights to the GPU", uploaded.n_bytes, "compute")
+        moved = copied("weights to the GPU", uploaded.n_bytes, ALL_GATHER)
         if uploaded is shard:
             return (*allocs(shard), moved)
         return (*allocs(uploaded), moved, *allocs(shard), *frees(uploaded))
 
     def wait_for_unshard(self, stale: "ParamGroup | None") -> Iterator[CountedEvents]:
-        """Copies the flat buffer into the parameters, then frees the flat buffer of `stale`, if any.
+        """Copies the flat buffer into the parameters once it is full, then frees the flat buffer of `stale`.
 
         A rank alone copies its own weights, through copies in the compute type where they are stored in
         another one: each is freed when the next has been made.
@@ -152,6 +161,7 @@ class ParamGroup:
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard`.
         """
         casts: tuple[Buffer, ...] = ()
+        yield () if self.alone else (WaitStream(COMPUTE, ALL_GATHER),), 1
         for (buffers, times), (parameters, _) in zip(self.unsharded, self.parts, strict=True):
             if not self.alone:
                 yield allocs(*buffers), times
@@ -201,6 +211,7 @@ class ParamGroup:
     def reduce_grads(self, grads: dict[Parameter, Buffer], comms: "CommContext") -> Iterator[CountedEvents]:
         """Reduce-scatters the unsharded gradients, if any; the input of the reduction before is freed first.
 
+        That waits for the reduction before.
         In torch 2.12 it is freed last: the variable of the loop that waits for it still refers to it. Before
         2.15 the variable of the loop that collects the gradients holds the last one to the end. The output
         becomes the sharded gradient or is added to it (`passes_on`), through a copy if its type differs.
@@ -209,7 +220,9 @@ class ParamGroup:
         torch 2.15's `FSDPParamGroup._take_unsharded_grads_to_reduce`.
         """
         stale, comms.reduce_scatter = comms.reduce_scatter, self if self.trained else None
-        dropped = frees(stale.reduce_input) if stale is not None else ()
+        dropped: tuple[Event, ...] = ()
+        if stale is not None:
+            dropped = WaitStream(COMPUTE, REDUCE_SCATTER), *frees(stale.reduce_input)
         if not self.trained:
             yield dropped, 1
             return
@@ -230,10 +243,10 @@ class ParamGroup:
         if self.alone:  # its gradients are divided by the number of batches that its experts saw
             yield (*allocs(self.divided), *frees(self.divided)), 1
         else:
-            yield (self.reduce_scatter,), 1
+            yield (WaitStream(REDUCE_SCATTER, COMPUTE), self.reduce_scatter), 1
         if self.stage.backend == "gloo" and not self.alone:
             yield (*allocs(self.reduce_scratch), *frees(self.reduce_scratch)), 1
-        yield (self.all_reduce,), self.replicates
+        yield (WaitStream(ALL_REDUCE, REDUCE_SCATTER), self.all_reduce), self.replicates
         if self.casts_reduced:
             yield (*allocs(kept), *(() if self.replicates else frees(output))), 1
         yield frees(*held), 1
@@ -282,12 +295,12 @@ class ParamGroup:
         """The copy of sharded gradients to the host: it overlaps, unless they are added to older ones."""
         added = comms.has_sharded_grads
         what = "gradients to be added" if added else "gradients to the host"
-        overlap: Overlap = "nothing" if added else "compute"
+        stream = COMPUTE if added else REDUCE_SCATTER
         plan = self.stage.plan
         for parameters, times in self.trained:
             for p in parameters:
                 n_bytes = shard_elements(p, plan.n_shards, self.place) * plan.formats.accumulate.itemsize
-                yield (copied(what, n_bytes, overlap),), times
+                yield (copied(what, n_bytes, stream),), times
 
     def passes_on(self, comms: "CommContext") -> bool:
         """Whether reduced gradients are freed after being added to older ones or copied to the host."""
@@ -340,9 +353,9 @@ class ParamGroup:
             yield tuple(found), times
 
 
-def copied(what: str, n_bytes: int, overlap: Overlap) -> Collective:
+def copied(what: str, n_bytes: int, stream: str) -> Collective:
     """A copy between the host and the GPU."""
-    return Collective(kind="copy", axis="host", what=what, payload_bytes=n_bytes, overlap=overlap)
+    return Collective(kind="copy", axis="host", what=what, payload_bytes=n_bytes, stream=stream)
 
 
 class CommContext:

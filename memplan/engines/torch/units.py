@@ -10,6 +10,9 @@ from memplan.shapes import Parameter, Role
 
 Group = TypeVar("Group")
 
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+"""The streams on which FSDP communicates."""
+
 CountedEvents = tuple[tuple[Event, ...], int]
 """Events, and how often they happen."""
 
@@ -39,15 +42,15 @@ def collectives(
     return (
         Collective(
             kind="all_gather", axis=axis, what="gather weights",
-            payload_bytes=gathered_bytes, overlap="compute",
+            payload_bytes=gathered_bytes, stream=ALL_GATHER,
         ),
         Collective(
             kind="reduce_scatter", axis=axis, what="reduce gradients",
-            payload_bytes=reduced_bytes, overlap="backward",
+            payload_bytes=reduced_bytes, stream=REDUCE_SCATTER,
         ),
         Collective(
             kind="all_reduce", axis="dp_replicate", what="all-reduce gradients",
-            payload_bytes=sharded_bytes, overlap="backward",
+            payload_bytes=sharded_bytes, stream=ALL_REDUCE,
         ),
     )  # fmt: skip
 

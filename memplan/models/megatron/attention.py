@@ -10,7 +10,7 @@ from typing import NamedTuple
 from memplan.kernels import cudnn_scratch
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.layers import Norm
-from memplan.record import Compute, ComputeKind, flops_of
+from memplan.record import ComputeKind
 from memplan.shapes import BOOL, FP32, INT64, UINT8, DType, Shape
 from memplan.tape import Grads, Node, Saved, Tape, Tensor
 
@@ -152,13 +152,9 @@ def attended(
             return (tape.new("grad of queries, keys and values", whole, dtype),)
 
     y, saved = compute()
-    tape.events.append(
-        Compute(
-            kind=ComputeKind.ATTENTION, operands=shapes, phase=tape.phase, shape=q.shape, dtype=dtype,
-            flops=flops_of(ComputeKind.ATTENTION, shapes),
-        )
-    )  # fmt: skip
+    tape.computed(ComputeKind.ATTENTION, shapes, q.shape, dtype)
     y.node = tape.node((node,), (q, k, v, *saved), backward)
+    y.node.computes(ComputeKind.ATTENTION, shapes, 0)
     return y
 
 
@@ -272,13 +268,9 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
     with tape.workspace() as before:
         before.new("attention", context, dtype)
         y = tape.new("attention, transposed", context, dtype)
-    tape.events.append(
-        Compute(
-            kind=ComputeKind.ATTENTION, operands=shapes, phase=tape.phase, shape=shapes[0], dtype=dtype,
-            flops=flops_of(ComputeKind.ATTENTION, shapes),
-        )
-    )  # fmt: skip
+    tape.computed(ComputeKind.ATTENTION, shapes, shapes[0], dtype)
     y.node = tape.node((node,), (q, k, v, softmax, *dropped), backward)
+    y.node.computes(ComputeKind.ATTENTION, shapes, 0)
     return y
 
 

@@ -6,23 +6,21 @@ function allocates, saves and sends.
 """
 
 from memplan.models.megatron.config import TransformerConfig
-from memplan.record import CollectiveKind, Compute, ComputeKind
+from memplan.record import CollectiveKind, ComputeKind
 from memplan.shapes import BOOL, FP32, INT64, DType, Parameter, Shape, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
 
 
 def gemm(tape: Tape, name: str, shape: Shape, n_in: int, dtype: DType) -> Tensor:
-    """A new matrix product of this shape, summed over `n_in` features; its two gradients are counted too."""
-    rows, n_out = n_elements(shape[:-1]), shape[-1]
-    operands = (rows, n_in), (n_in, n_out)
+    """A new matrix product of this shape, summed over `n_in` features."""
     y = tape.new(name, shape, dtype)
-    flops = 2 * rows * n_in * n_out
-    tape.events.append(
-        Compute(
-            kind=ComputeKind.MM, operands=operands, phase=tape.phase, flops=flops, shape=shape, dtype=dtype
-        )
-    )
+    tape.computed(ComputeKind.MM, operands_of(shape, n_in), shape, dtype)
     return y
+
+
+def operands_of(shape: Shape, n_in: int) -> tuple[Shape, Shape]:
+    """The operands of a product of this shape, summed over `n_in` features."""
+    return (n_elements(shape[:-1]), n_in), (n_in, shape[-1])
 
 
 def sent(tape: Tape, kind: CollectiveKind, what: str, x: Tensor | Shape, dtype: DType) -> None:
@@ -126,6 +124,7 @@ def te_norm_column_linear(
         y = gemm(tape, name, out, n_in, dtype)
     weights = [tape.weight(one).node for one in (*of.parameters, *own)]
     y.node = tape.node((x.node, *weights), (x, ln_out, *statistics), backward)
+    y.node.computes(ComputeKind.MM, operands_of(out, n_in), 0, 1 + len(of.parameters))
     return y
 
 
@@ -202,6 +201,7 @@ def te_row_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -
     elif config.tp > 1:
         sent(tape, "all_reduce", "output", whole, dtype)
     y.node = tape.node((x.node, tape.weight(weight).node), (x,), backward)
+    y.node.computes(ComputeKind.MM, operands_of(whole, n_in), 0, 1)
     return y
 
 
@@ -245,6 +245,7 @@ def column_linear(
     tape.product(y)
     weights = [tape.weight(one).node for one in (weight, bias) if one is not None]
     y.node = tape.node((x.node, *weights), (x,), backward)
+    y.node.computes(ComputeKind.MM, operands_of((*gathered[:-1], n_out), n_in), 0, 1)
     return y
 
 
@@ -276,6 +277,7 @@ def row_linear(x: Tensor, weight: Parameter, name: str, config: TransformerConfi
     elif config.tp > 1:
         sent(tape, "all_reduce", "output", whole, dtype)
     y.node = tape.node((x.node, tape.weight(weight).node), (x,), backward)
+    y.node.computes(ComputeKind.MM, operands_of(whole, n_in), 0, 1)
     return y
 
 
