@@ -179,6 +179,8 @@ def test_a_trace_in_the_first_format_says_what_it_said():
     )
     assert of_old.peak.total_bytes == of_new.peak.total_bytes == 67_281_560
     assert of_old.reserved_bytes == of_new.reserved_bytes
+    assert of_old.step_s
+    assert of_new.step_s
     of_convolution, of_linear = 2 * 4 * 27 * 64 * 36, 2 * 64 * 144 * 5
     flops = 2 * of_convolution + 3 * of_linear  # the image has no gradient
     assert of_old.total_model_flops == of_new.total_model_flops == flops

@@ -48,7 +48,7 @@ class Operations:
         if kind is ComputeKind.MEMORY:
             launches_s = event.n_kernels * self.curve.launch_us * 1e-6
             return launches_s + event.moved_bytes / self.memory_bytes_per_s
-        if kind is ComputeKind.UNKNOWN:
+        if kind is ComputeKind.UNKNOWN or not event.operands:  # a convolution in a trace of the first format
             return self._flops_s(event.flops)
         if kind in (ComputeKind.ATTENTION, ComputeKind.ATTENTION_BACKWARD):
             return self._attention_s(event.operands, backward=kind is ComputeKind.ATTENTION_BACKWARD)
