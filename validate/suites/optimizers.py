@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any, Final
 
 from memplan.engines.options import plan_of
+from memplan.errors import InvalidValue
 from memplan.models import Decoder, implemented, preset
 from memplan.optimizers import OF_BITSANDBYTES
 from validate.cases import UNTIMED_STEPS, Case, title
@@ -29,9 +30,15 @@ OF_ADAPTERS: Final[tuple[dict[str, Any], ...]] = (
 
 
 def gpu_optimizers(gpus: Gpus | None) -> tuple[Case, ...]:
-    """One rank of 1 to 8; without a GPU none, as bitsandbytes' kernels are for GPUs."""
+    """One rank of 1 to 8.
+
+    Raises:
+        InvalidValue: without a GPU, on which alone bitsandbytes' kernels run.
+    """
     if gpus is None:
-        return ()
+        raise InvalidValue(
+            "gpu-optimizers runs bitsandbytes' kernels, which are for GPUs; use --device nogpu."
+        )
     found = []
     for (name, code), optimizer, options in product(WHOLE, OF_BITSANDBYTES, PLANS):
         found.append(_case(name, code, {"seq_len": 2048, "optimizer": optimizer, **options}, gpus))
