@@ -377,6 +377,25 @@ def test_a_record_with_experts_is_balanced(asked):
         assert rank.record.step.net_bytes == 0
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"moe_grouped_gemm": False}, {"moe_token_dispatcher_type": "allgather"}, {"cp": 2, "ep": 8}],
+)
+def test_a_backward_pass_has_two_products_for_each_of_the_forward_pass_and_its_attention(asked):
+    shared = MIXTURE.moe._replace(shared_expert_intermediate_size=256)
+    chunk = rank_of(model=replace(MIXTURE, moe=shared), **EP | asked).chunks[0]
+    forward, backward = (
+        [e for e in computed(part) if isinstance(e, Compute)] for part in (chunk.forward, chunk.backward)
+    )
+    flops = [sum(e.flops for e in each if e.kind is ComputeKind.MM) for each in (forward, backward)]
+    assert flops[1] == 2 * flops[0] > 0
+    kinds = ComputeKind.ATTENTION, ComputeKind.ATTENTION_BACKWARD
+    n_attention = [
+        sum(e.kind is kind for e in each) for kind, each in zip(kinds, (forward, backward), strict=True)
+    ]
+    assert n_attention[0] == n_attention[1] > 0
+
+
 def test_ranks_with_the_same_experts_share_their_state_and_send_tokens_to_the_others():
     chunk, whole = rank_of(model=MIXTURE, **EP | {"ep": 2}), rank_of(model=MIXTURE, dp=4, global_batch=4)
     of_experts = [p for p in chunk.chunks[0].parameters() if ".experts." in p.name]

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from memplan.mesh import TIMES, with_several
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.fusions import bias_gelu, bias_swiglu
-from memplan.models.megatron.layers import column_parallel_linear, gemm, row_parallel_linear
-from memplan.record import CollectiveKind
+from memplan.models.megatron.layers import column_parallel_linear, gemm, operands_of, row_parallel_linear
+from memplan.record import CollectiveKind, ComputeKind
 from memplan.shapes import BOOL, FP32, INT32, INT64, Buffer, DType, Shape, buffer_of, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
 
@@ -179,6 +179,7 @@ def router(h: Tensor, moe: MoE, n: Routed) -> Tensor:
 
     logits = gemm(tape, "router logits", (n.n_tokens, n.n_experts), width, own)
     logits.node = tape.node((h.node, tape.weight(weight).node), (h,), backward)
+    logits.node.computes(ComputeKind.MM, operands_of(logits.shape, width), 0, 1)
     return routing(logits, moe)
 
 
@@ -455,7 +456,7 @@ def activated(x: Tensor, probs: Tensor, *, swiglu: bool) -> Tensor:
 
 
 def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Views of so many rows each; the backward pass puts their gradients together, when all are there."""
+    """Views of x, with `sizes` rows each; the backward pass concatenates their gradients."""
     tape, shape, dtype = x.tape, x.shape, x.dtype
     waiting: list[Tensor] = []
 
@@ -504,6 +505,7 @@ def grouped_linear(x: Tensor, name: str, n_out: int, n: Routed, config: Transfor
 
     y = gemm(tape, name, (shape[0], n_out), shape[-1], dtype)
     y.node = tape.node((x.node, *[tape.weight(one).node for one in weights]), (x,), backward)
+    y.node.computes(ComputeKind.MM, operands_of(y.shape, shape[-1]), 0, 1)
     return y
 
 

@@ -159,6 +159,7 @@ def te_column_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig
             sent(tape, "all_gather", "input", gathered, dtype)
         y = gemm(tape, name, (*gathered[:-1], n_out), shape[-1], dtype)
     y.node = tape.node((x.node, tape.weight(weight).node), (x,), backward)
+    y.node.computes(ComputeKind.MM, operands_of((*gathered[:-1], n_out), shape[-1]), 0, 1)
     return y
 
 

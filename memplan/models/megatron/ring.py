@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from memplan.models.megatron.attention import Qkv, flash_scratch, fused_scratch, made_contiguous
 from memplan.models.megatron.config import TransformerConfig
-from memplan.record import Compute, ComputeKind, flops_of
+from memplan.record import ComputeKind
 from memplan.shapes import FP32, INT64, DType, Shape, n_elements
 from memplan.tape import Grads, Saved, Tape, Tensor, Workspace
 
@@ -27,7 +27,8 @@ class Part(NamedTuple):
 def ring_attention(qkv: Qkv, p: float, config: TransformerConfig) -> Tensor:
     """The output (batch, seq, heads x d_head); saves queries, the keys and values received last, the output.
 
-    With `cp_all_to_all` so many ranks first exchange heads for tokens, and the output back.
+    With "a2a+p2p" an all-to-all among `cp_all_to_all` ranks comes first, which gives each rank more tokens of
+    fewer heads; another one takes the output back.
     """
     by_flash, exchanged = config.attention_backend == "flash", config.cp_all_to_all
     q, k, v, node, whole, _ = made_contiguous(qkv, transposes=by_flash)
@@ -101,13 +102,7 @@ class Ring:
                 steps.new("log-sum-exp of a part", (batch, n, part.q[1]), FP32)
                 self._scratch(tape, part, backward=False)
                 states.append(tape.new("random state", (2,), INT64))
-                tape.events.append(
-                    Compute(
-                        kind=ComputeKind.ATTENTION, operands=(part.q, part.k, part.k), phase=tape.phase,
-                        shape=part.q, dtype=self.dtype,
-                        flops=flops_of(ComputeKind.ATTENTION, (part.q, part.k, part.k)),
-                    )
-                )  # fmt: skip
+                tape.computed(ComputeKind.ATTENTION, (*part, part.k), part.q, self.dtype)
             lse = tape.new("log-sum-exp", (batch, n, seq), FP32)
             y = tape.new("attention", self.q, self.dtype)
         return y, (received, lse, *states)
@@ -126,6 +121,7 @@ class Ring:
                     for name, shape in (("queries", part.q), ("keys", part.k), ("values", part.k)):
                         of_part.new(f"grad of a part's {name}", shape, self.dtype)
                     self._scratch(tape, part, backward=True)
+                    tape.computed(ComputeKind.ATTENTION_BACKWARD, (*part, part.k), part.q, self.dtype)
 
     def _send(self, tape: Tape) -> None:
         n_bytes = n_elements(self.kv) * self.dtype.itemsize
