@@ -1,6 +1,6 @@
-"""The functions of rules that hold for numbers and for NumPy arrays of them; only arrays need NumPy.
+"""Functions that take Python's numbers or NumPy arrays; only arrays need NumPy.
 
-A rule asks for them by what it is given, as with `array_api_compat.array_namespace`:
+`namespace` returns the functions for its arguments, as `array_api_compat.array_namespace` does:
 
 >>> m, n = 3, 4
 >>> xp = namespace(m, n)

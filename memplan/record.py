@@ -353,7 +353,7 @@ def _counts(stretch: Stretch) -> Counts:
 
 
 def _count_parts(stretch: Stretch, n: int, times: dict[Stretch, int]) -> None:
-    """Add n times the parts of a stretch to `times`; of a schedule those of its passes."""
+    """Add n to `times` for each part of a stretch; for a part with passes, for each of that part's parts."""
     for part in stretch.parts:
         if part.has_passes:
             _count_parts(part, n * stretch.repeats, times)

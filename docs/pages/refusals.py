@@ -25,7 +25,7 @@ PLACES: Final = {
     "memplan/engines/textbook.py": "Engine `textbook`",
     **{f"memplan/engines/{name}": f"Engine `{name}`" for name in ("torch", "deepspeed", "megatron")},
 }
-"""Whose refusals those of a module are, by the start of its path; the last that fits counts."""
+"""The heading of a module's refusals, by the start of its path; the last matching entry is taken."""
 WAY_OUT: Final = re.compile(
     r"[;:,] (?=(?:use|leave|name|make|freeze|give|take|trace|add|say|pad|plan|set|move|write|try|choose)\b)"
 )

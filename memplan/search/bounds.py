@@ -412,7 +412,7 @@ def _least_of_parts(plans: _Plans, prices: Prices) -> Iterator[tuple[Part, _Leas
 
 
 def _added(parts: Mapping[Part, _Least], numbers: Mapping[Part, Any]) -> _Least:
-    """The seconds of so many of each part."""
+    """The sum of the parts' seconds, each part taken `numbers[part]` times."""
     columns = zip(*[[n * each for each in parts[part]] for part, n in numbers.items()], strict=True)
     return _Least(*map(sum, columns))
 

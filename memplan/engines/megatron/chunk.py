@@ -134,7 +134,7 @@ class ModelChunk:
         return self._batch_of(self.plan.local_seq_len)
 
     def _batch_of(self, seq_len: int) -> tuple[Buffer, ...]:
-        """A batch of so many tokens of each sequence.
+        """The tensors of a batch with `seq_len` tokens of each sequence.
 
         Before release 0.18 the first tensor rank keeps what other stages need.
 

@@ -318,7 +318,7 @@ class _Interleaved(_OneForwardOneBackward):
 
 
 def _period(listed: Sequence[Action], least: int) -> int:
-    """After how many actions, at least so many, the same ones follow in a schedule's middle; 0: never."""
+    """The period of the actions in the middle of a schedule, at least `least`; 0 if they have none."""
     middle = len(listed) // 2
     for n in range(least, middle // 2 + 1, 2):
         if listed[middle - n : middle] == listed[middle : middle + n]:
