@@ -8,7 +8,7 @@ function allocates, saves and sends.
 from memplan.models.megatron.config import TransformerConfig
 from memplan.record import CollectiveKind, ComputeKind
 from memplan.shapes import BOOL, FP32, INT64, DType, Parameter, Shape, n_elements
-from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
+from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor, Workspace
 
 
 def gemm(tape: Tape, name: str, shape: Shape, n_in: int, dtype: DType) -> Tensor:
@@ -128,6 +128,27 @@ def te_norm_column_linear(
     return y
 
 
+def input_gradient(
+    tape: Tape, local: Workspace, gathered: Shape, shape: Shape, dtype: DType, config: TransformerConfig, *,
+    by_pytorch: bool = False,
+) -> Tensor:  # fmt: skip
+    """The gradient of the input of a product by columns, summed over tensor ranks.
+
+    Under sequence parallelism `local` keeps the gradient of the gathered input, of which this is a part.
+    `by_pytorch`: PyTorch's cuBLAS computes the product.
+    """
+    grad = tape.new("dgrad", gathered, dtype)
+    if by_pytorch:
+        tape.product(grad)
+    if config.sequence_parallel:
+        local.keep(grad)
+        grad = tape.new("scattered dgrad", shape, dtype)
+        sent(tape, "reduce_scatter", "input gradient", gathered, dtype)
+    elif config.tp > 1:
+        sent(tape, "all_reduce", "input gradient", gathered, dtype)
+    return grad
+
+
 def te_column_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -> Tensor:
     """A product whose weight is divided by columns, without a bias: saves x, which is gathered again.
 
@@ -144,13 +165,7 @@ def te_column_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig
             if config.sequence_parallel:
                 local.new("gathered input", gathered, dtype)
                 sent(tape, "all_gather", "input", gathered, dtype)
-            grad_x = tape.new("dgrad", gathered, dtype)
-            if config.sequence_parallel:
-                local.keep(grad_x)
-                grad_x = tape.new("scattered dgrad", shape, dtype)
-                sent(tape, "reduce_scatter", "input gradient", gathered, dtype)
-            elif config.tp > 1:
-                sent(tape, "all_reduce", "input gradient", gathered, dtype)
+            grad_x = input_gradient(tape, local, gathered, shape, dtype, config)
             return grad_x, *wgrads(tape, of_weight, dtype, bias=False, config=config)
 
     with tape.workspace() as local:
@@ -227,14 +242,7 @@ def column_linear(
         with tape.workspace() as local:
             if config.sequence_parallel:
                 sent(tape, "all_gather", "input", gathered, dtype)
-            grad_x = tape.new("dgrad", gathered, dtype)
-            tape.product(grad_x)
-            if config.sequence_parallel:
-                local.keep(grad_x)
-                grad_x = tape.new("scattered dgrad", shape, dtype)
-                sent(tape, "reduce_scatter", "input gradient", gathered, dtype)
-            elif config.tp > 1:
-                sent(tape, "all_reduce", "input gradient", gathered, dtype)
+            grad_x = input_gradient(tape, local, gathered, shape, dtype, config, by_pytorch=True)
             of_weight, *of_bias = wgrads(tape, (n_out, n_in), dtype, bias=bias is not None, config=config)
             if shared and of_weight is None:
                 of_weight = Tensor(tape, (n_out, n_in), dtype, is_view=True)
