@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from memplan.errors import UnknownName, unknown_name
+from memplan.errors import InvalidValue, UnknownName, unknown_name
 from memplan.models import Decoder
 from validate.cases import Case, runnable
 from validate.gpus import Gpus
@@ -105,7 +105,10 @@ def case_named(name: str, gpus: Gpus | None = None) -> Case:
     """
     names: list[str] = []
     for found in (*SUITES, *GPU_SUITES):
-        cases = {case.name: case for case in suite(found, gpus)}
+        try:
+            cases = {case.name: case for case in suite(found, gpus)}
+        except InvalidValue:  # these GPUs cannot run it
+            continue
         if name in cases:
             return cases[name]
         names += cases
