@@ -6,12 +6,12 @@ give operations, bytes and collectives, `memplan.time.step` says what they cost 
 
 Why they hold. Time: a pipeline's slowest rank works no less than the average one, and what traffic adds is
 convex in the work. The last rank begins once a micro-batch has passed the stages before its first one; after
-its last backward pass these have theirs to come, and the first rank its update. Memory: the first rank of a
+its last backward pass these have theirs to come, and the first rank its update. So has the last stage, before
+and after its own passes. Memory: the first rank of a
 pipeline holds its weights, its optimizer state, its receive buffers and what the forward passes before its
 first backward pass have saved; and once all its stages have had a backward pass, gradients too.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -47,14 +47,14 @@ ROUNDING: Final = 1e-9
 
 
 class BlockPart(NamedTuple):
-    """A block of a kind as a part of a model: recomputed, or not."""
+    """A block of a kind as a part of a model; `again`: its recomputation, in addition to the block."""
 
     kind: str
     again: bool
 
 
 Part = str | BlockPart
-"""A part of a model: "embedding", "head", or a block of a kind, which is recomputed or not."""
+"""A part of a model: "embedding", "head", a block of a kind, or the recomputation of one."""
 
 
 def _costs_of(part: Part, costs: PartCosts) -> Costs:
@@ -76,30 +76,40 @@ def _traced(model: Model, plan: Plan, device: Device) -> list[PartCosts]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pipeline:
-    """A pipeline's schedule, and how many of each part of the model it has.
+    """A pipeline's schedule, and how many of each part of the model its stages have.
 
-    `on_first`: the number of a part on each stage of the first rank, by the limit on recomputed blocks
-    [stage, limit]; `on_last`: on all stages of the last rank [limit]; `before_last`: on the stages before
-    its first one; `recomputed`: recomputed blocks of each kind in the whole pipeline [limit]; `n_crossing`:
-    boundaries between stages on different ranks; `n_neighbours`: the stages beside each of the first rank's,
-    added up.
+    `numbers`: the number of a part on each stage, by the limit on recomputed blocks [stage, limit];
+    `owners`: each stage's rank.
     """
 
     schedule: Schedule
     plan: Plan
-    on_first: Mapping[Part, Column]
-    on_last: Mapping[Part, Column]
-    before_last: Mapping[Part, Column]
-    recomputed: Mapping[str, Column]
-    n_crossing: int
-    n_neighbours: int
+    numbers: Mapping[Part, Column]
+    owners: Sequence[int]
 
-    def n_of(self, part: Part) -> int:
-        """The number of a part on the first rank, whose blocks are recomputed or not."""
-        held = self.on_first[part]
-        if isinstance(part, BlockPart):
-            held = held + self.on_first[BlockPart(part.kind, again=not part.again)]
-        return int(held[:, 0].sum())
+    @property
+    def first(self) -> Sequence[int]:
+        """The first rank's stages."""
+        return self.plan.stages_of(0)
+
+    @property
+    def last(self) -> Sequence[int]:
+        """The last rank's stages."""
+        return self.plan.stages_of(self.plan.pp - 1)
+
+    @property
+    def n_neighbours(self) -> int:
+        """The stages beside each of the first rank's, added up."""
+        return sum((stage > 0) + (stage < self.plan.n_stages - 1) for stage in self.first)
+
+    def n_on(self, stages: Sequence[int], part: Part) -> Column:
+        """The number of a part on some stages [limit]."""
+        found: Column = self.numbers[part][np.array(stages, np.int64)].sum(axis=0)
+        return found
+
+    def n_crossing(self, stage: int) -> int:
+        """The boundaries before a stage that are between different ranks."""
+        return sum(self.owners[i] != self.owners[i + 1] for i in range(stage))
 
 
 @lru_cache(maxsize=4096)
@@ -108,49 +118,18 @@ def _pipeline(
 ) -> _Pipeline:
     """A pipeline of `v` stages on each rank, under these limits on each stage's recomputed blocks."""
     plan = unchecked(Plan(), pp=pp, virtual_stages=v, schedule=schedule, layers_per_stage=layers)
-    n_blocks = model.n_blocks
-    stages = [model.layers_in(stage_layers(n_blocks, plan, i)) for i in range(plan.n_stages)]
-    owner = {stage: rank for rank in range(pp) for stage in plan.stages_of(rank)}
-    own, last = plan.stages_of(0), plan.n_stages - 1
-
-    def on(chosen: Sequence[int]) -> dict[Part, Column]:
-        def column(each: Iterable[Any]) -> Column:
-            return (
-                np.array(list(each), np.int64).reshape(len(chosen), -1)
-                if chosen
-                else np.zeros((0, len(limits)), np.int64)
-            )
-
-        found: dict[Part, Column] = {
-            name: column([i == end] * len(limits) for i in chosen)
-            for name, end in (("embedding", 0), ("head", last))
-        }
-        for kind in model.kinds:
-            again = column(recomputed[stages[i]][kind] for i in chosen)
-            found[BlockPart(kind, again=True)] = again
-            found[BlockPart(kind, again=False)] = column([_n_of(kind, stages[i])] for i in chosen) - again
-        return found
-
-    def sums(chosen: Sequence[int]) -> dict[Part, Column]:
-        return {part: n.sum(axis=0) for part, n in on(chosen).items()}
-
-    recomputed = {
-        layers: {kind: _recomputed(kind, layers, limits) for kind in model.kinds} for layers in {*stages}
+    stages = [model.layers_in(stage_layers(model.n_blocks, plan, i)) for i in range(plan.n_stages)]
+    n = len(stages)
+    numbers: dict[Part, Column] = {
+        end: np.array([[i == place] for i in range(n)], np.int64)
+        for end, place in (("embedding", 0), ("head", n - 1))
     }
-    different = Counter(stages).items()
-    return _Pipeline(
-        SCHEDULES.named(schedule),
-        plan,
-        on(own),
-        sums(plan.stages_of(pp - 1)),
-        sums(range(pp - 1)),
-        {
-            kind: np.sum([n * recomputed[layers][kind] for layers, n in different], axis=0)
-            for kind in model.kinds
-        },
-        n_crossing=sum(owner[i] != owner[i + 1] for i in range(last)),
-        n_neighbours=sum((i > 0) + (i < last) for i in own),
-    )
+    for kind in model.kinds:
+        again = {layers: _recomputed(kind, layers, limits) for layers in {*stages}}
+        numbers[BlockPart(kind, again=False)] = np.array([[_n_of(kind, layers)] for layers in stages])
+        numbers[BlockPart(kind, again=True)] = np.array([again[layers] for layers in stages])
+    owner = {stage: rank for rank in range(pp) for stage in plan.stages_of(rank)}
+    return _Pipeline(SCHEDULES.named(schedule), plan, numbers, [owner[i] for i in range(n)])
 
 
 def _n_of(kind: str, layers: Iterable[Layers]) -> int:
@@ -167,6 +146,10 @@ def _recomputed(kind: str, layers: Sequence[Layers], limits: Sequence[int]) -> C
             found += np.clip(most - start, 0, n)
         start += n
     return found
+
+
+_StagesOf = Callable[[_Pipeline], Sequence[int]]
+"""Chooses stages of a pipeline."""
 
 
 class _Instant(NamedTuple):
@@ -192,13 +175,13 @@ class _Instant(NamedTuple):
 @lru_cache(maxsize=4096)
 def _instants(pipeline: _Pipeline, ms: tuple[int, ...]) -> tuple[_Instant, _Instant]:
     """The instant before the first backward pass; the one once every stage has had one."""
-    pp, v = pipeline.plan.pp, pipeline.plan.virtual_stages
+    pp, v, own = pipeline.plan.pp, pipeline.plan.virtual_stages, np.array(pipeline.first)
     found = [first_under_way(pipeline.schedule, pp, v, m) for m in ms]
 
     def held(under_way: Sequence[Stages | None]) -> _Instant:
         times = np.array([stages or (0,) * v for stages in under_way])
         return _Instant(
-            {part: times @ n for part, n in pipeline.on_first.items()},
+            {part: times @ n[own] for part, n in pipeline.numbers.items()},
             np.all(times > 0, axis=1, keepdims=True),
             np.array([[stages is not None] for stages in under_way]),
         )
@@ -244,8 +227,15 @@ class _Plans:
         return np.array([_costs_of(part, one).elements for one, *_ in self._costs])[self._part, None]
 
     def of(self, figure: str, part: Part) -> Any:
-        """A figure of a part, with a cell's micro-batch."""
+        """A figure of a part, or of a recomputed block, with a cell's micro-batch."""
         return self.for_micro_batch(lambda costs: getattr(_costs_of(part, costs), figure))
+
+    def saved_bytes(self, part: Part) -> Any:
+        """What a part saves for its backward pass; a recomputation: what a block saves more because of it."""
+        saved_bytes = self.of("saved_bytes", part)
+        if isinstance(part, BlockPart) and part.again:
+            saved_bytes = saved_bytes - self.of("saved_bytes", part._replace(again=False))
+        return saved_bytes
 
     def computed_s(self, part: Part, prices: Prices) -> Any:
         """The least seconds of a part's forward pass, or of what is recomputed of it."""
@@ -273,7 +263,7 @@ class _Plans:
 
     @property
     def runs(self) -> list[tuple[int, BlockPart, BlockPart]]:
-        """For each kind of block: how many the model has, one that is not recomputed, one that is."""
+        """For each kind of block: how many the model has, one of them, its recomputation."""
         return [
             (_n_of(kind, self.model.layers), BlockPart(kind, again=False), BlockPart(kind, again=True))
             for kind in self.model.kinds
@@ -293,29 +283,21 @@ class _Plans:
     def elements_on_first_rank(self) -> Any:
         """Elements of the weights of the first rank of each cell's pipeline, as a tensor rank has them."""
         own: list[Part] = ["embedding", "head", *(block for _, block, _ in self.runs)]
-        return sum([self.n_on_first_rank(part) * self.elements(part) for part in own])
+        held = self.numbers(lambda pipeline: pipeline.first)
+        return sum([held[part] * self.elements(part) for part in own])
 
-    @property
-    def numbers(self) -> dict[Part, Any]:
-        """How many of each part each cell's whole pipeline has [cell, limit]."""
-        found: dict[Part, Any] = {"embedding": 1, "head": 1}
-        for n, block, again in self.runs:
-            found[again] = self.recomputed(block.kind)
-            found[block] = n - found[again]
-        return found
+    def numbers(self, stages_of: _StagesOf) -> dict[Part, Any]:
+        """How many of each part some stages of each cell's pipeline have [cell, limit]."""
+
+        def number(part: Part, pipeline: _Pipeline) -> Column:
+            return pipeline.n_on(stages_of(pipeline), part)
+
+        return {part: self.of_pipelines(partial(number, part)) for part in self.pipelines[0].numbers}
 
     @property
     def boundary_bytes(self) -> Any:
         """What one stage sends to the next for a micro-batch."""
         return self.for_micro_batch(lambda costs: costs.boundary_bytes)
-
-    def recomputed(self, kind: str) -> Any:
-        """How many blocks of a kind each cell's pipeline recomputes [cell, limit]."""
-        return self.of_pipelines(lambda pipeline: pipeline.recomputed[kind])
-
-    def n_on_first_rank(self, part: Part) -> Any:
-        """How many of a part the first rank of each cell's pipeline holds [cell, 1]."""
-        return self.of_pipelines(lambda pipeline: pipeline.n_of(part))
 
     def of_pipelines(self, of: Callable[[_Pipeline], Any]) -> Any:
         """A number of each cell's pipeline [cell, 1], or one for each limit."""
@@ -376,39 +358,33 @@ def _least_s(plans: _Plans, cluster: Cluster, time_model: Priced) -> Seconds:
         return np.full((len(known), 1), inf)
     prices = time_model.prices(plans.plan, cluster, least=True)
     parts = dict(_least_of_parts(plans, prices))
-    found = np.maximum(_average_s(plans, parts, prices), _through_last_s(plans, parts, prices))
+    found = np.maximum(_average_s(plans, parts, prices), _ways_s(plans, parts, prices))
     return np.where(known, found * (1 - ROUNDING), inf)
 
 
 class _Least(NamedTuple):
     """The least seconds of a part's passes of one micro-batch: arrays over cells.
 
-    `again_s`: of what is recomputed; `tp_s`: of the traffic over the tensor axis, in all of these.
+    `forward_s`: of what the forward pass computes; `rest_s`: of the backward pass with what it recomputes,
+    and of the traffic over the tensor axis in both.
     """
 
     forward_s: Any
-    backward_s: Any
-    again_s: Any
-    tp_s: Any
-
-    @property
-    def after_forward_s(self) -> Any:
-        """Of the backward pass with what it recomputes."""
-        return self.backward_s + self.again_s
+    rest_s: Any
 
 
 def _least_of_parts(plans: _Plans, prices: Prices) -> Iterator[tuple[Part, _Least]]:
+    def sent_s(part: Part) -> Any:
+        return _sent_s(prices, "tp", plans.of("sent_bytes", part))
+
     def least(part: Part) -> _Least:
-        sent_s = _sent_s(prices, "tp", plans.of("sent_bytes", part))
-        return _Least(plans.computed_s(part, prices), plans.backward_s(part, prices), 0.0, sent_s)
+        return _Least(plans.computed_s(part, prices), plans.backward_s(part, prices) + sent_s(part))
 
     for end in ("embedding", "head"):
         yield end, least(end)
-    for _, block, recomputed in plans.runs:
-        found = least(block)
-        yield block, found
-        sent_s = _sent_s(prices, "tp", plans.of("sent_bytes", recomputed))
-        yield recomputed, found._replace(again_s=plans.computed_s(recomputed, prices), tp_s=sent_s)
+    for _, block, again in plans.runs:
+        yield block, least(block)
+        yield again, _Least(0.0, plans.computed_s(again, prices) + sent_s(again) - sent_s(block))
 
 
 def _added(parts: Mapping[Part, _Least], numbers: Mapping[Part, Any]) -> _Least:
@@ -427,13 +403,13 @@ def _average_s(plans: _Plans, parts: Mapping[Part, _Least], prices: Prices) -> A
     Reductions are hidden by at most the passes that reduce, and all traffic of a group by what the rank does.
     """
     m, pp = plans.m, plans.pp
-    whole = _added(parts, plans.numbers)
+    whole = _added(parts, plans.numbers(lambda pipeline: range(pipeline.plan.n_stages)))
     data = plans.data_parallelism(plans.all_elements / pp)
-    crossing = plans.of_pipelines(lambda pipeline: pipeline.n_crossing)
+    crossing = plans.of_pipelines(lambda pipeline: pipeline.n_crossing(pipeline.plan.n_stages - 1))
     sent_s = _sent_s(prices, "pp", 2 * m * crossing * plans.boundary_bytes / pp)
     waits_s: Any = sum([_sent_s(prices, group, n) for group, n in data.waits.items() if group != HOST])
     busy_s = m * sum(whole) / pp + sent_s + waits_s
-    hidden_s = data.reducing * m * (whole.after_forward_s + whole.tp_s) / pp
+    hidden_s = data.reducing * m * whole.rest_s / pp
     beside_s: Any = 0.0
     for group in {**data.reductions, **data.gathers}:
         if group != HOST:
@@ -445,36 +421,42 @@ def _average_s(plans: _Plans, parts: Mapping[Part, _Least], prices: Prices) -> A
     return busy_s + beside_s + _update_s(plans, data, prices)
 
 
-def _through_last_s(plans: _Plans, parts: Mapping[Part, _Least], prices: Prices) -> Any:
-    """The least seconds of the way to the last rank, of all micro-batches on that rank, and of the way back.
+def _ways_s(plans: _Plans, parts: Mapping[Part, _Least], prices: Prices) -> Any:
+    """The least seconds of the way to the last rank or stage, of all passes there, and of the way back.
 
-    A schedule that splits backward passes may end with weights' gradients, on no way back. Where each rank
-    has one stage, the first one ends with its gradients' reduction, beside its last backward pass, and with
-    its update.
+    A schedule that splits backward passes may end with weights' gradients, on no way back. Otherwise the
+    first rank ends with its update and, where it has one stage, with its gradients' reduction before that,
+    beside its last backward pass.
     """
-    m, pp = plans.m, plans.pp
-    last, before, first = (
-        _added(parts, {part: plans.of_pipelines(partial(_number, name, part)) for part in parts})
-        for name in ("on_last", "before_last", "on_first")
-    )
-    splits = plans.of_pipelines(lambda one: one.schedule.splits_backward)
-    n_sends = np.where(pp > 1, pp - 1 + m + np.where(splits, 0, pp - 2), 0)
-    sent_s = _sent_s(prices, "pp", n_sends * plans.boundary_bytes)
-    found = m * sum(last) + np.where(splits, before.forward_s, sum(before)) + sent_s
+    found = _way_s(plans, parts, prices, lambda pipeline: pipeline.last)
+    if np.any(plans.virtual_stages > 1):
+        to_last_stage_s = _way_s(plans, parts, prices, lambda pipeline: [pipeline.plan.n_stages - 1])
+        found = np.maximum(found, to_last_stage_s)
     data = plans.data_parallelism(plans.elements_on_first_rank)
     reductions_s: Any = 0.0
     for group, n_bytes in data.reductions.items():
         if group != HOST:
             reductions_s = np.maximum(reductions_s, _sent_s(prices, group, n_bytes))
-    beside_s = np.maximum(0.0, reductions_s - first.after_forward_s - first.tp_s)
-    ends = (pp > 1) & (plans.virtual_stages == 1) & np.logical_not(splits)
-    return found + np.where(ends, beside_s + _update_s(plans, data, prices), 0.0)
+    first = _added(parts, plans.numbers(lambda pipeline: pipeline.first))
+    beside_s = np.maximum(0.0, reductions_s - first.rest_s)
+    ends_s = np.where(plans.virtual_stages == 1, beside_s, 0.0) + _update_s(plans, data, prices)
+    return found + np.where((plans.pp > 1) & np.logical_not(_splits(plans)), ends_s, 0.0)
 
 
-def _number(name: str, part: Part, pipeline: _Pipeline) -> Column:
-    """A pipeline's number of a part on the stages that `name` names: [limit]."""
-    found: Column = np.atleast_2d(getattr(pipeline, name)[part]).sum(axis=0)
-    return found
+def _way_s(plans: _Plans, parts: Mapping[Part, _Least], prices: Prices, stages_of: _StagesOf) -> Any:
+    """The least seconds of the way to a rank's stages, of all passes there, and of the way back."""
+    m, splits = plans.m, _splits(plans)
+    there = _added(parts, plans.numbers(stages_of))
+    before = _added(parts, plans.numbers(lambda pipeline: range(min(stages_of(pipeline)))))
+    crossing = plans.of_pipelines(lambda pipeline: pipeline.n_crossing(min(stages_of(pipeline))))
+    n_sends = np.where(crossing > 0, crossing + m + np.where(splits, 0, crossing - 1), 0)
+    sent_s = _sent_s(prices, "pp", n_sends * plans.boundary_bytes)
+    return m * sum(there) + np.where(splits, before.forward_s, sum(before)) + sent_s
+
+
+def _splits(plans: _Plans) -> Any:
+    """Whether each cell's schedule splits backward passes."""
+    return plans.of_pipelines(lambda pipeline: pipeline.schedule.splits_backward)
 
 
 def _update_s(plans: _Plans, data: DataParallelism, prices: Prices) -> Quantity:
@@ -500,7 +482,7 @@ def _least_bytes(plans: _Plans) -> Bytes:
     """A lower bound of the peak of each plan's first rank: the worse of two instants."""
     elements = plans.elements_on_first_rank
     data = plans.data_parallelism(elements)
-    saved_bytes = {part: plans.of("saved_bytes", part) for part in plans.pipelines[0].on_first}
+    saved_bytes = {part: plans.saved_bytes(part) for part in plans.pipelines[0].numbers}
     instants, place = plans.instants()
     at_first, later = (
         sum([n[place] * saved_bytes[part] for part, n in instant.saved.items()])

@@ -271,7 +271,7 @@ class Streams:
 
     def _is_past(self, program: Program, now: Instant) -> bool:
         """Whether what a program waits for and does not change was over before."""
-        return all(self._clock(name) <= now for name in program.read - program.changed)
+        return all(self._clocks.get(name, now) <= now for name in program.read - program.changed)
 
     def _skip(self, program: Program, times: int, took: Instant, before: list[Instant]) -> None:
         names = set(self._clocks) if program.has_passes else program.changed
