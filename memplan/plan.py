@@ -481,3 +481,20 @@ def stage_layers(n_layers: int, plan: Plan, stage: int) -> range:
     each, odd = divmod(n_layers, plan.n_stages)
     start = stage * each + min(stage, odd)
     return range(start, start + each + (stage < odd))
+
+
+def unchecked(plan: Plan, **values: Any) -> Plan:
+    """A plan with other values, which may be arrays, without any check."""
+    values, others = apart(plan, values)
+    values["others"] = others
+    other = object.__new__(Plan)
+    for name in Plan.__dataclass_fields__:
+        object.__setattr__(other, name, values[name] if name in values else getattr(plan, name))
+    return other
+
+
+def apart(plan: Plan, values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
+    """The values of a plan's own fields, and the ranks along other packages' axes."""
+    own = {name: value for name, value in values.items() if name in FIELDS}
+    others = {axis: n for axis, n in values.items() if axis not in FIELDS}
+    return own, tuple((dict(plan.others) | others).items())

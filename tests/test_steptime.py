@@ -24,10 +24,9 @@ from memplan.estimate import estimate_plan, rank_estimate
 from memplan.files import toml_table
 from memplan.hardware import Link, cluster
 from memplan.ops import silu
-from memplan.plan import Rank
+from memplan.plan import Rank, unchecked
 from memplan.record import Compute, ComputeKind, Counts, flops_of
 from memplan.schedules import SCHEDULES
-from memplan.search.plans import unchecked
 from memplan.shapes import BF16
 from memplan.tables import estimate_text
 from memplan.tape import OpContext, Tape

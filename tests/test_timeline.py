@@ -401,7 +401,7 @@ def test_fsdp_hides_the_gathers_that_it_prefetches():
 
 
 def test_equal_micro_batches_are_counted_not_played(monkeypatch):
-    """A thousand micro-batches under FSDP2: what the first one waited for is over, so the third is like it."""
+    """A thousand under FSDP2: what the first one waited for is over, so the third is like the second."""
     played = Counter[bool]()
     once = Streams._once
 

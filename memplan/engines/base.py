@@ -119,6 +119,10 @@ class RankRecord:
                 )
 
 
+WireBytes = Callable[[CollectiveKind, int, int], int]
+"""What one rank sends: of a kind of collective, its payload in bytes, its ranks."""
+
+
 class Costs(NamedTuple):
     """Costs of a part of the model on one tensor rank, for one micro-batch.
 
@@ -135,16 +139,21 @@ class Costs(NamedTuple):
     saved_bytes: Any
 
 
+NO_COSTS: Final = Costs(0, (), (), 0, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCosts:
     """The costs of the embedding, of the head, and of a block of each kind, recomputed or not.
 
+    `output`: of a stage that sends its output on; it saves less, where the output is freed then.
     `boundary_bytes`: what one stage sends to the next; `received_bytes`: of the receive buffer that a stage
     keeps for each neighbour in the pipeline and each micro-batch.
     """
 
     embedding: Costs
     head: Costs
+    output: Costs = NO_COSTS
     blocks: Mapping[str, Costs]
     recomputed: Mapping[str, Costs]
     boundary_bytes: int
@@ -261,6 +270,10 @@ class Engine(ABC):
     def check_device(self, plan: Plan, device: Device) -> None:
         """Raise if the plan's results are wrong on this device."""
         return
+
+    def built(self, model: Model) -> Model:
+        """The model as the framework builds it, of which `part_costs` says the costs."""
+        return model
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         """The costs of the model's parts for one micro-batch of a plan with one replica and one stage."""

@@ -29,9 +29,9 @@ from memplan.hardware import Cluster
 from memplan.mesh import DIVIDING, HOST, Group, with_several
 from memplan.models import Layers, Model, divided
 from memplan.orders import Stages
-from memplan.plan import RECOMPUTES, Plan, stage_layers
+from memplan.plan import RECOMPUTES, Plan, stage_layers, unchecked
 from memplan.schedules import SCHEDULES, Schedule, first_under_way
-from memplan.search.plans import NO_LIMIT, Column, Grid, number_of, unchecked, value_of
+from memplan.search.plans import NO_LIMIT, Column, Grid, number_of, value_of
 from memplan.time.prices import Prices, Quantity, links_used
 from memplan.time.step import Priced, update_bytes
 
@@ -54,13 +54,17 @@ class BlockPart(NamedTuple):
 
 
 Part = str | BlockPart
-"""A part of a model: "embedding", "head", a block of a kind, or the recomputation of one."""
+"""A part of a model: one of `ENDS`, a block of a kind, or the recomputation of one."""
+
+ENDS: Final = ("embedding", "head", "output")
+"""The embedding on the first stage, the head on the last one, and the output that all others send."""
 
 
 def _costs_of(part: Part, costs: PartCosts) -> Costs:
     if isinstance(part, BlockPart):
         return (costs.recomputed if part.again else costs.blocks)[part.kind]
-    return costs.embedding if part == "embedding" else costs.head
+    found: Costs = getattr(costs, part)
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -120,10 +124,9 @@ def _pipeline(
     plan = unchecked(Plan(), pp=pp, virtual_stages=v, schedule=schedule, layers_per_stage=layers)
     stages = [model.layers_in(stage_layers(model.n_blocks, plan, i)) for i in range(plan.n_stages)]
     n = len(stages)
-    numbers: dict[Part, Column] = {
-        end: np.array([[i == place] for i in range(n)], np.int64)
-        for end, place in (("embedding", 0), ("head", n - 1))
-    }
+    places = np.arange(n)[:, None]
+    theirs = places == 0, places == n - 1, places < n - 1
+    numbers: dict[Part, Column] = {end: own.astype(np.int64) for end, own in zip(ENDS, theirs, strict=True)}
     for kind in model.kinds:
         again = {layers: _recomputed(kind, layers, limits) for layers in {*stages}}
         numbers[BlockPart(kind, again=False)] = np.array([[_n_of(kind, layers)] for layers in stages])
@@ -282,7 +285,7 @@ class _Plans:
     @property
     def elements_on_first_rank(self) -> Any:
         """Elements of the weights of the first rank of each cell's pipeline, as a tensor rank has them."""
-        own: list[Part] = ["embedding", "head", *(block for _, block, _ in self.runs)]
+        own: list[Part] = [*ENDS, *(block for _, block, _ in self.runs)]
         held = self.numbers(lambda pipeline: pipeline.first)
         return sum([held[part] * self.elements(part) for part in own])
 
@@ -323,8 +326,9 @@ Bounds = tuple[Bytes, Seconds]
 def bounds(model: Model, grid: Grid, cluster: Cluster, time_model: Priced) -> Bounds:
     """The bounds of a grid's plans: 0 where an engine gives none."""
     least_bytes, least_s = np.zeros(grid.shape), np.zeros(grid.shape)
-    if ENGINES.named(grid.base.engine).gives_bounds:
-        for own, cells in _by_division(model, grid, cluster.gpu.device):
+    engine = ENGINES.named(grid.base.engine)
+    if engine.gives_bounds:
+        for own, cells in _by_division(engine.built(model), grid, cluster.gpu.device):
             plans = _Plans(own, grid[cells], cluster.gpu.device)
             least_bytes[cells] = _least_bytes(plans)
             least_s[cells] = _least_s(plans, cluster, time_model)
@@ -380,7 +384,7 @@ def _least_of_parts(plans: _Plans, prices: Prices) -> Iterator[tuple[Part, _Leas
     def least(part: Part) -> _Least:
         return _Least(plans.computed_s(part, prices), plans.backward_s(part, prices) + sent_s(part))
 
-    for end in ("embedding", "head"):
+    for end in ENDS:
         yield end, least(end)
     for _, block, again in plans.runs:
         yield block, least(block)

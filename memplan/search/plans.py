@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from memplan.engines.base import ENGINES
 from memplan.fields import Choice, Flag, Registered
-from memplan.plan import FIELDS, Plan
+from memplan.plan import FIELDS, Plan, apart
 
 Column = NDArray[np.int64]
 
@@ -89,25 +89,8 @@ def with_ranks(plan: Plan, values: Mapping[str, Any]) -> Plan:
     Raises:
         PlanRefused: values that contradict each other.
     """
-    own, others = _apart(plan, values)
+    own, others = apart(plan, values)
     return replace(plan, **own, others=others)
-
-
-def unchecked(plan: Plan, **values: Any) -> Plan:
-    """A plan with other values, which may be arrays, without any check."""
-    values, others = _apart(plan, values)
-    values["others"] = others
-    other = object.__new__(Plan)
-    for name in Plan.__dataclass_fields__:
-        object.__setattr__(other, name, values[name] if name in values else getattr(plan, name))
-    return other
-
-
-def _apart(plan: Plan, values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[str, Any], ...]]:
-    """The values of a plan's own fields, and the ranks along other packages' axes."""
-    own = {name: value for name, value in values.items() if name in FIELDS}
-    others = {axis: n for axis, n in values.items() if axis not in FIELDS}
-    return own, tuple((dict(plan.others) | others).items())
 
 
 def _choices(field: str) -> Sequence[Any]:

@@ -24,7 +24,15 @@ from memplan.engines.options import USUAL_ENGINE, plan_dict, plan_fields, plan_o
 from memplan.errors import InvalidValue, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.fields import Counts
-from memplan.hardware import CHANGES, Cluster, ClusterChanges, Link, Verdict, resolve_cluster
+from memplan.hardware import (
+    CHANGES,
+    Cluster,
+    ClusterChanges,
+    Link,
+    Verdict,
+    outside_allocator,
+    resolve_cluster,
+)
 from memplan.models import Model, resolve
 from memplan.plan import Plan
 from memplan.search.judge import (
@@ -146,9 +154,7 @@ class Found:
             every = found.n_within == len(found.kept) and not found.n_slower
             if every or not found.kept or self.again is None:
                 break
-            found = self.again(
-                max([(each.reserved_bytes or 0) - each.worst.peak_bytes for each in found.kept])
-            )
+            found = self.again(max(map(_reserved_more, found.kept)))
         return tight
 
     def estimate(self, judged: Judged) -> Estimate:
@@ -183,6 +189,13 @@ class Found:
 
     def _repr_html_(self) -> str:
         return html_text(str(self))
+
+
+def _reserved_more(estimate: Estimate) -> int:
+    """The bytes that the caching allocator may reserve beyond what the worst stage allocates."""
+    outside, device = outside_allocator(estimate.plan.mesh.n_communicators), estimate.device_bytes
+    held = estimate.worst.peak_bytes + outside.high_bytes
+    return 0 if device is None else device.high_bytes - held
 
 
 @shows(PlanOptions)

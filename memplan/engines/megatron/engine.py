@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import product
-from typing import Final, final
+from typing import Any, Final, final
 
 from memplan.device import Device
-from memplan.engines.base import Confirmation, Engine, RankRecord
+from memplan.engines.base import Confirmation, DataParallelism, Engine, PartCosts, RankRecord
 from memplan.engines.megatron.buffers import (
     USUAL_BUCKET,
     USUAL_BUCKET_PER_RANK,
@@ -388,6 +388,7 @@ class MegatronEngine(Engine):
     ep_beside = "pp", "cp", "tp"
     refusals = REFUSALS
     options = MegatronOptions
+    gives_bounds = True
 
     def confirmed_on(self, device: Device) -> Confirmation:
         return "unconfirmed"
@@ -414,6 +415,21 @@ class MegatronEngine(Engine):
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None = None
     ) -> RankRecord:
         return MegatronRank(model, plan, rank, device, {}).record
+
+    def built(self, model: Model) -> Model:
+        return gpt_model(model)
+
+    def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
+        from memplan.engines.megatron.bounds import megatron_part_costs  # needs NumPy, as only a search does
+
+        return megatron_part_costs(model, plan, device)
+
+    def data_parallelism(
+        self, plan: Plan, elements: Any, block_elements: Any, single_stage: Any
+    ) -> DataParallelism:
+        from memplan.engines.megatron.bounds import data_parallelism
+
+        return data_parallelism(plan, elements)
 
 
 MEGATRON: Final = MegatronEngine()

@@ -1,10 +1,11 @@
 """Stock PyTorch as an engine: which ranks are played, and what is shared between them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, final
 
 from memplan.device import Device
-from memplan.engines.base import Confirmation, Costs, DataParallelism, Engine, PartCosts, RankRecord
+from memplan.engines.base import Confirmation, DataParallelism, Engine, PartCosts, RankRecord
+from memplan.engines.costs import part_costs
 from memplan.engines.stage import StageKind
 from memplan.engines.torch.flat_parameter import FlatRankStages
 from memplan.engines.torch.options import TorchOptions, torch_options
@@ -12,14 +13,12 @@ from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.sharding import padding_note
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.torch.step import Player
-from memplan.engines.trace import Block, Segment
 from memplan.hardware import gpu
 from memplan.mesh import AXES
 from memplan.models import Layers, Model, TracedModel, counted_weights
 from memplan.optimizers import LEAST_PAGED
 from memplan.plan import Plan, Rank
-from memplan.record import Collective, Compute
-from memplan.shapes import FP32, Parameter
+from memplan.shapes import FP32
 from memplan.tape import Backend
 
 
@@ -120,41 +119,11 @@ class TorchEngine(Engine):
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         stages = [Stage(model, plan, (True, True, (Layers(kind, 2),)), device) for kind in model.kinds]
         traces = [stage.traced((kind,)) for stage in stages for kind in dict(stage.runs)]
-        trace = traces[0]
-
-        def costs(
-            parameters: Sequence[Parameter],
-            forward: Sequence[Segment],
-            backward: Segment,
-            computing: Sequence[Segment],
-        ) -> Costs:
-            events = [e for each in (*forward, backward) for e in each.events]
-            sent = [e for e in events if isinstance(e, Collective) and e.axis == "tp"]
-            computed = [e for each in computing for e in each.events if isinstance(e, Compute)]
-            return Costs(
-                elements=sum([p.n_elements for p in parameters if p.requires_grad]),
-                computed=tuple([e for e in computed if e.phase != "backward"]),
-                backward=tuple([e for e in events if isinstance(e, Compute) and e.phase == "backward"]),
-                sent_bytes=sum([self.wire_bytes(e.kind, e.payload_bytes, plan.tp) for e in sent]),
-                saved_bytes=sum([each.stretch("").net_bytes for each in forward]),
-            )
-
-        def block_costs(block: Block, computing: Segment) -> Costs:
-            return costs(block.parameters, (block.forward, block.casts), block.backward, [computing])
-
         blocks = [block for each in traces for block in each.blocks.items()]
         plain = {kind.kind: block for kind, block in blocks if kind.recompute == "none"}
         again = {kind.kind: block for kind, block in blocks if kind.recompute != "none"} or plain
-        embedding = trace.embed, trace.embed_casts
-        head = trace.head, trace.head_casts, trace.loss
-        return PartCosts(
-            embedding=costs(trace.embed_parameters, embedding, trace.embed_backward, embedding),
-            head=costs(trace.head_parameters, head, trace.head_backward, head),
-            blocks={kind: block_costs(block, block.forward) for kind, block in plain.items()},
-            recomputed={kind: block_costs(block, block.backward) for kind, block in again.items()},
-            boundary_bytes=trace.boundary.n_bytes,
-            received_bytes=trace.boundary.n_bytes if stages[0].keeps_received else 0,
-        )
+        keeps_received = stages[0].keeps_received
+        return part_costs(traces[0], plain, again, self.wire_bytes, plan.tp, keeps_received=keeps_received)
 
     def data_parallelism(
         self, plan: Plan, elements: Any, block_elements: Any, single_stage: Any
