@@ -774,6 +774,7 @@ def estimate(
             moe_token_dispatcher_type: how tokens reach experts of other ranks: "allgather" or "alltoall".
             moe_grouped_gemm: all experts of a rank in one product of Transformer Engine.
             moe_permute_fusion: tokens are permuted by Transformer Engine's kernels.
+            recompute_modules: what selective recomputation computes again, as "mla_up_proj,moe_act".
             gradient_accumulation_fusion: matrix products add weights' gradients to main_grad themselves.
             accumulate_allreduce_grads_in_fp32: main_grad in float32 under fp16, as always under bf16.
             overlap_grad_reduce: Megatron reduces gradients in buckets beside the backward pass.

@@ -34,10 +34,16 @@ LARGEST_BYTES: Final = 2**24
 GPUS: Final = {"A100-SXM 80GB": "a100-80-sxm", "H100-SXM 80GB": "h100-sxm", "GB200": "gb200"}
 """memplan's names of the GPUs that NVIDIA ran on."""
 
-RELEASES: Final[Mapping[str, str]] = {"": "0.14", "2025-10-22": "0.15", "2026-05-21": "0.18"}
+RELEASE_15: Final = "2025-10-22"
+"""The first day of rows of release 0.15; older ones ran in containers that are not stated."""
+
+RELEASES: Final[Mapping[str, str]] = {
+    "": "0.14", RELEASE_15: "0.15", "2025-11-27": "0.16", "2026-05-21": "0.18",
+}  # fmt: skip
 """The releases of Megatron-Core whose rules apply to figures that were written from a day on.
 
-The oldest are from before 56818f9e50. From 5e4fc931ba on the first tensor rank drops what other stages need.
+The oldest are from before 56818f9e50. From 5153663876 on MLA has fewer caches. From 5e4fc931ba on the first
+tensor rank drops what other stages need.
 """
 
 LTS_BUMPED: Final = "2025-11-06"
@@ -134,6 +140,8 @@ def _not_comparable(row: Mapping[str, Any]) -> str:
         return "the GPU is not stated"
     if _in_old_container(row):
         return "an LTS container before 25.09, whose Transformer Engine has other layers"
+    if _compiles_loss(row["arguments"]) and row["recorded"] < RELEASE_15:
+        return "a loss that a PyTorch before 2.9 has compiled"
     if not row["dp"]:
         return "the number of GPUs is not stated"
     return ""
@@ -152,6 +160,12 @@ def _in_old_container(row: Mapping[str, Any]) -> bool:
     with_te = arguments.get("transformer-impl", "transformer_engine") == "transformer_engine"
     grouped = "moe-grouped-gemm" in arguments
     return (by_itself or grouped) and with_te and is_old and "golden_values_lts" in row["source"]
+
+
+def _compiles_loss(arguments: Mapping[str, Any]) -> bool:
+    """Whether Inductor has made the kernels of the loss."""
+    by_te = arguments.get("cross-entropy-fusion-impl") == "te"
+    return "cross-entropy-loss-fusion" in arguments and not by_te
 
 
 def _gpu(row: Mapping[str, Any]) -> str:

@@ -56,6 +56,7 @@ class EngineOptions(TypedDict, total=False):
     moe_token_dispatcher_type: Literal["allgather", "alltoall"]
     moe_grouped_gemm: bool
     moe_permute_fusion: bool
+    recompute_modules: str
     gradient_accumulation_fusion: bool
     accumulate_allreduce_grads_in_fp32: bool
     overlap_grad_reduce: bool
@@ -70,7 +71,7 @@ class EngineOptions(TypedDict, total=False):
     deterministic_mode: bool
     make_vocab_size_divisible_by: int
     cublas_workspace_config: str
-    megatron_version: Literal["0.14", "0.15", "0.18"]
+    megatron_version: Literal["0.14", "0.15", "0.16", "0.18"]
     ngc_container: Literal["25.09", "26.04"]
 
 

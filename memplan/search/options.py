@@ -74,6 +74,7 @@ class PlanOptions(TypedDict, total=False):
     moe_token_dispatcher_type: str | Iterable[str]
     moe_grouped_gemm: bool | Iterable[bool]
     moe_permute_fusion: bool | Iterable[bool]
+    recompute_modules: str
     gradient_accumulation_fusion: bool | Iterable[bool]
     accumulate_allreduce_grads_in_fp32: bool | Iterable[bool]
     overlap_grad_reduce: bool | Iterable[bool]

@@ -122,7 +122,7 @@ class MegatronRank:
 
     def shared(self, chunk: ModelChunk) -> frozenset[Parameter]:
         """The word embeddings of a chunk, if the first and the last stage share them."""
-        shares = chunk.model.tied_head and self.plan.pp > 1
+        shares = (chunk.model.tied_head or chunk.model.mtp_num_layers) and self.plan.pp > 1
         return frozenset([p for p in chunk.parameters() if p.name == WORDS and shares])
 
     @cached_property
@@ -180,6 +180,9 @@ class MegatronRank:
             yield buffer_of("cu_seqlens", (plan.micro_batch + 1,), INT32)
         for one in self.chunks[:1]:
             yield from one.model.buffers(plan.local_seq_len)
+        for chunk in self.chunks:
+            n_layers = chunk.n_layers + chunk.n_predicted
+            yield from chunk.model.layer_buffers(plan.local_seq_len, chunk.params_dtype) * n_layers
         yield from self._memory_buffers()
         yield from self._dummy_grads()
         for chunk in self.chunks:
@@ -239,9 +242,10 @@ class MegatronRank:
         shapes = {
             p.shape
             for chunk in self.chunks
-            for block, _ in chunk.blocks
-            for p in block.parameters
-            if not p.name.endswith("router.weight") and ".experts.linear_fc" not in p.name
+            for p in chunk.parameters()
+            if not p.name.startswith("embedding.")
+            and not p.name.endswith("router.weight")
+            and ".experts.linear_fc" not in p.name
         }
         if self.last:
             model = self.chunks[-1].model

@@ -6,7 +6,7 @@ from typing import Final, final
 
 from memplan.device import Device
 from memplan.errors import InvalidValue
-from memplan.fields import Choice, Count, Counts, Flag, Setting, described
+from memplan.fields import Choice, Count, Counts, Flag, Names, Setting, described
 from memplan.kernels import Release, product_workspace_bytes
 from memplan.plan import Plan
 from memplan.units import KiB
@@ -16,7 +16,10 @@ ATTENTION_BACKENDS: Final = ("auto", "flash", "fused", "unfused")
 DISPATCHERS: Final = ("allgather", "alltoall")
 CP_COMM_TYPES: Final = ("p2p", "a2a+p2p")
 CROSS_ENTROPY_IMPLS: Final = ("native", "te")
-MEGATRON_VERSIONS: Final = ("0.14", "0.15", "0.18")
+RECOMPUTE_MODULES: Final = frozenset(
+    ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+)
+MEGATRON_VERSIONS: Final = ("0.14", "0.15", "0.16", "0.18")
 
 NGC_CONTAINERS: Final[Mapping[str, Release]] = {"25.09": (2, 9), "26.04": (2, 12)}
 """NVIDIA's containers in which it ran Megatron's tests, and their releases of PyTorch."""
@@ -76,6 +79,14 @@ class MegatronOptions:
     )
     moe_permute_fusion: bool = described(
         False, Flag("Tokens are permuted by Transformer Engine's kernels", word="permute-fusion")
+    )
+    recompute_modules: str = described(
+        "core_attn",
+        Names(
+            "What selective recomputation computes again: core_attn, moe_act, layernorm, mla_up_proj, mlp, "
+            "moe, shared_experts",
+            word="recompute-modules",
+        ),
     )
     gradient_accumulation_fusion: bool = described(
         True, Flag("Weights' gradients are added to main_grad by the matrix product", word="grad-fusion")
@@ -154,6 +165,16 @@ class MegatronOptions:
     def uses_te(self) -> bool:
         """Whether the layers are Transformer Engine's."""
         return self.transformer_impl == "transformer_engine"
+
+    @property
+    def modules_again(self) -> frozenset[str]:
+        """The modules that selective recomputation computes again."""
+        return frozenset(self.recompute_modules.split(","))
+
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether the fused loss is Megatron's, which Inductor compiles."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "native"
 
     @property
     def all_to_all_ranks(self) -> int:

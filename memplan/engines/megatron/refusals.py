@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from memplan.engines.base import Rule
 from memplan.engines.megatron.chunk import PARAMS_DTYPES
-from memplan.engines.megatron.options import megatron_options
+from memplan.engines.megatron.options import RECOMPUTE_MODULES, megatron_options
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model
@@ -19,7 +19,6 @@ SUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "offload": (False,),
     "loss_chunks": (1,),
     "precision": tuple(PARAMS_DTYPES),
-    "recompute": ("none", "full"),
 }
 """The values of a plan's fields that have a rule; zero=1 is the distributed optimizer."""
 
@@ -94,10 +93,10 @@ def _check_options(model: Model, plan: Plan) -> None:
             f"divide the {plan.n_shards} ranks of {plan.shard_group}; use zero=1 and a divisor.",
             kind="instances of the distributed optimizer that do not divide dp",
         )
-    if options.cross_entropy_loss_fusion and options.cross_entropy_fusion_impl == "native":
+    if options.compiles_loss and plan.precision != "bf16-mixed":
         raise MissingRule(
-            "cross_entropy_fusion_impl='native' is compiled by Inductor, whose temporaries have no rule; use "
-            "'te', or cross_entropy_loss_fusion=False.",
+            "cross_entropy_fusion_impl='native' makes gradients in bfloat16; use precision='bf16-mixed', or "
+            "'te'.",
             kind="Megatron's --cross-entropy-loss-fusion",
         )
     if not options.uses_te and gpt_model(model).n_kv_heads != gpt_model(model).n_heads:
@@ -109,6 +108,65 @@ def _check_options(model: Model, plan: Plan) -> None:
         raise PlanRefused(
             "FlashAttention and cuDNN's attention take no float32; use attention_backend='unfused'.",
             kind="fused attention in float32",
+        )
+
+
+def _check_recomputation(model: Model, plan: Plan) -> None:
+    """Raise for modules that cannot be computed again.
+
+    Source: megatron.core.transformer.transformer_config:TransformerConfig.__post_init__.
+    """
+    modules, own = megatron_options(plan).modules_again, gpt_model(model)
+    if plan.recompute != "selective":
+        return
+    if unknown := modules - RECOMPUTE_MODULES:
+        raise PlanRefused(
+            f"Invalid choices for recompute_modules: {sorted(unknown)}; use some of "
+            f"{', '.join(sorted(RECOMPUTE_MODULES))}.",
+            kind="modules that cannot be recomputed",
+        )
+    if plan.recompute_blocks is not None:
+        raise PlanRefused(
+            "When using recompute_granularity: selective, recompute_num_layers must be None; leave out "
+            "recompute_blocks.",
+            kind="blocks whose modules are recomputed",
+        )
+    if "mla_up_proj" in modules and own.mla is None:
+        raise PlanRefused(
+            "mla_up_proj in recompute_modules is only supported with multi_latent_attention; leave it out.",
+            kind="recomputed modules that a model lacks",
+        )
+    if "moe_act" in modules and own.moe and not megatron_options(plan).moe_grouped_gemm:
+        raise PlanRefused(
+            "moe_act in recompute_modules is only supported with moe_grouped_gemm; leave it out.",
+            kind="recomputed modules that a model lacks",
+        )
+    inner = modules & {"moe_act", "shared_experts"}
+    if ("moe" in modules and inner) or {"mla_up_proj", "core_attn"} <= modules:
+        raise MissingRule(
+            f"recompute_modules={sorted(modules)}: modules within others that are recomputed have no rule; "
+            "name one of them.",
+            kind="options that the engine has no rule for",
+        )
+
+
+def _check_deepseek(model: Model, plan: Plan) -> None:
+    """Raise for multi-latent attention and multi-token prediction that have no rule."""
+    own = gpt_model(model)
+    if own.mtp_num_layers and (own.tied_head or plan.cp > 1):
+        raise MissingRule(
+            "multi-token prediction with a tied head or cp has no rule; use "
+            "--untie-embeddings-and-output-weights and cp=1.",
+            kind="options that the engine has no rule for",
+        )
+    if own.mla is None:
+        return
+    options = megatron_options(plan)
+    if plan.cp > 1 or not options.uses_te or options.attention_backend == "flash":
+        raise MissingRule(
+            "multi-latent attention has a rule under transformer_impl='transformer_engine', without cp, by "
+            "cuDNN or with scores in memory; use cp=1 and attention_backend='auto'.",
+            kind="options that the engine has no rule for",
         )
 
 
@@ -196,7 +254,9 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     _check_schedule,
     check_positions,
     _check_context_parallel,
+    _check_deepseek,
     _check_experts,
+    _check_recomputation,
     _check_options,
 )
 """The checks of a plan, in order."""
