@@ -102,10 +102,10 @@ def test_nvidias_bytes_of_7b_on_an_h100(scores):
 def test_nvidias_bytes_of_all_rows_that_are_predicted(scores):
     predicted = [one for one in scores if not one.reason and "num-experts" not in one.row["arguments"]]
     errors = sorted(abs(one.peak_error) for one in predicted)
-    assert len(predicted) >= 322
-    assert sum(abs(one.rest_off) <= 1024 for one in predicted) >= 88
-    assert sum(error <= 0.001 for error in errors) >= 163
-    assert sum(error <= 0.01 for error in errors) >= 306
+    assert len(predicted) >= 360
+    assert sum(abs(one.rest_off) <= 1024 for one in predicted) >= 99
+    assert sum(error <= 0.001 for error in errors) >= 188
+    assert sum(error <= 0.01 for error in errors) >= 344
     assert median(errors) <= 0.00099
     assert errors[-1] <= 0.02
     parted = [one for one in predicted if "context-parallel-size" in one.row["arguments"]]
@@ -117,17 +117,18 @@ def test_nvidias_bytes_of_rows_with_experts(scores):
     """Static bytes are exact but for blocks that the allocator did not split; peaks follow the routing."""
     predicted = [one for one in scores if not one.reason and "num-experts" in one.row["arguments"]]
     errors = sorted(abs(one.peak_error) for one in predicted)
-    assert len(predicted) >= 93
+    assert len(predicted) >= 94
     assert sum(abs(one.rest_off) <= 16_384 for one in predicted) >= 20
-    assert sum(abs(one.rest_off) <= 2**22 for one in predicted) >= 87
+    assert sum(abs(one.rest_off) <= 2**22 for one in predicted) >= 88
     assert sum(error <= 0.01 for error in errors) >= 74
-    assert median(errors) <= 0.0034
+    assert median(errors) <= 0.0036
     assert errors[-1] <= 0.065
 
 
 @pytest.mark.parametrize(
     "row_id, rest_off, peak_off",
     [
+        ("megatron-ci-3469", 0, 0),  # without FlashAttention, in a container of January 2024
         ("megatron-ci-3452", -512, -512),  # the loss as Inductor compiles it, on an H100
         ("megatron-ci-3462", -512, -2_620_928),  # multi-latent attention, on a GB200
         ("megatron-ci-3463", -786_944, -2_621_952),  # the same on an H100

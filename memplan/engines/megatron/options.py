@@ -21,8 +21,11 @@ RECOMPUTE_MODULES: Final = frozenset(
 )
 MEGATRON_VERSIONS: Final = ("0.14", "0.15", "0.16", "0.18")
 
-NGC_CONTAINERS: Final[Mapping[str, Release]] = {"25.09": (2, 9), "26.04": (2, 12)}
+NGC_CONTAINERS: Final[Mapping[str, Release]] = {"24.01": (2, 2), "25.09": (2, 9), "26.04": (2, 12)}
 """NVIDIA's containers in which it ran Megatron's tests, and their releases of PyTorch."""
+
+OLD_CONTAINER: Final = "24.01"
+"""The container with FlashAttention 2.0, not deterministic, and without grouped products."""
 
 
 def _workspace_config(text: str) -> str:
@@ -196,13 +199,16 @@ class MegatronOptions:
     def attention(self, device: Device, dropout: float) -> str:
         """The attention backend on a device: what `auto` takes there, or the one that was asked for.
 
-        Deterministic gradients of attention with dropout are not cuDNN's on Blackwell.
+        Deterministic gradients of attention with dropout are not cuDNN's on Blackwell. FlashAttention before
+        2.4.1 has none at all.
 
         Source: transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend,
         transformer_engine/common/fused_attn/fused_attn.cpp (`nvte_get_fused_attn_backend`).
         """
         if self.attention_backend != "auto":
             return self.attention_backend
+        if self.deterministic_mode and self.ngc_container == OLD_CONTAINER:
+            return "unfused"
         by_cudnn = device.at_least(9) and not (device.at_least(10) and self.deterministic_mode and dropout)
         return "fused" if by_cudnn else "flash"
 

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from memplan.engines.base import Rule
 from memplan.engines.megatron.chunk import PARAMS_DTYPES
-from memplan.engines.megatron.options import RECOMPUTE_MODULES, megatron_options
+from memplan.engines.megatron.options import OLD_CONTAINER, RECOMPUTE_MODULES, megatron_options
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model
@@ -93,6 +93,8 @@ def _check_options(model: Model, plan: Plan) -> None:
             f"divide the {plan.n_shards} ranks of {plan.shard_group}; use zero=1 and a divisor.",
             kind="instances of the distributed optimizer that do not divide dp",
         )
+    if options.ngc_container == OLD_CONTAINER:
+        _check_old_container(model, plan)
     if options.compiles_loss and plan.precision != "bf16-mixed":
         raise MissingRule(
             "cross_entropy_fusion_impl='native' makes gradients in bfloat16; use precision='bf16-mixed', or "
@@ -166,6 +168,17 @@ def _check_deepseek(model: Model, plan: Plan) -> None:
         raise MissingRule(
             "multi-latent attention has a rule under transformer_impl='transformer_engine', without cp, by "
             "cuDNN or with scores in memory; use cp=1 and attention_backend='auto'.",
+            kind="options that the engine has no rule for",
+        )
+
+
+def _check_old_container(model: Model, plan: Plan) -> None:
+    """Raise for what has no rule with the software of NGC 24.01."""
+    options, moe = megatron_options(plan), gpt_model(model).moe
+    if options.compiles_loss or (moe and options.moe_grouped_gemm and options.uses_te):
+        raise MissingRule(
+            f"ngc_container={OLD_CONTAINER!r} has no rule for grouped products or a compiled "
+            "loss; use another container, moe_grouped_gemm=False, or cross_entropy_fusion_impl='te'.",
             kind="options that the engine has no rule for",
         )
 
