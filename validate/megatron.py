@@ -38,11 +38,11 @@ RELEASE_15: Final = "2025-10-22"
 """The first day of rows of release 0.15; older ones ran in containers that are not stated."""
 
 RELEASES: Final[Mapping[str, str]] = {
-    "": "0.14", RELEASE_15: "0.15", "2025-11-27": "0.16", "2026-05-21": "0.18",
+    "": "0.13", RELEASE_15: "0.15", "2025-11-27": "0.16", "2026-05-21": "0.18",
 }  # fmt: skip
 """The releases of Megatron-Core whose rules apply to figures that were written from a day on.
 
-The oldest are from before 56818f9e50. From 5153663876 on MLA has fewer caches. From 5e4fc931ba on the first
+The oldest are from before e7c55de99e. From 5153663876 on MLA has fewer caches. From 5e4fc931ba on the first
 tensor rank drops what other stages need.
 """
 

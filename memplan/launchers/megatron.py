@@ -29,6 +29,9 @@ LINE: Final = 110
 WORKSPACES: Final = "CUBLAS_WORKSPACE_CONFIG"
 """The variable of the environment that says the size of cuBLAS's workspaces."""
 
+WARMUP_FLUSH: Final = "overlap-p2p-communication-warmup-flush"
+"""The argument whose option has another name."""
+
 FLAG_WORDS: Final = {"true": True, "false": False}
 """The values of a flag in a YAML file."""
 
@@ -101,6 +104,7 @@ READ: Final = frozenset(
         "use-distributed-optimizer",
         "overlap-grad-reduce",
         "overlap-param-gather",
+        WARMUP_FLUSH,
         "overlap-param-gather-with-optimizer-step",
         "num-distributed-optimizer-instances",
         "accumulate-allreduce-grads-in-fp32",
@@ -111,6 +115,8 @@ READ: Final = frozenset(
         "cross-entropy-loss-fusion",
         "cross-entropy-fusion-impl",
         "deterministic-mode",
+        "defer-embedding-wgrad-compute",
+        "wgrad-deferral-limit",
         "no-gradient-accumulation-fusion",
         "no-create-attention-mask-in-dataloader",
         "recompute-granularity",
@@ -481,7 +487,7 @@ class Arguments:
         flags = (
             "overlap-grad-reduce", "overlap-param-gather", "cross-entropy-loss-fusion", "deterministic-mode",
             "accumulate-allreduce-grads-in-fp32", "overlap-param-gather-with-optimizer-step",
-            "moe-permute-fusion",
+            "moe-permute-fusion", "defer-embedding-wgrad-compute",
         )  # fmt: skip
         found: dict[str, Any] = {
             name.replace("-", "_"): read(self.given[name])
@@ -489,6 +495,10 @@ class Arguments:
             if name in self.given
         }
         found |= {name.replace("-", "_"): True for name in flags if self.flag(name)}
+        if limit := self.count("wgrad-deferral-limit", 0):
+            found["wgrad_deferral_limit"] = limit
+        if self.flag(WARMUP_FLUSH):
+            found["overlap_p2p_comm_warmup_flush"] = True
         if self.flag("num-experts"):
             found["moe_grouped_gemm"] = self.flag("moe-grouped-gemm")
             found["moe_token_dispatcher_type"] = self.one_of("moe-token-dispatcher-type", *DISPATCHERS)

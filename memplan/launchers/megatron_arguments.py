@@ -18,6 +18,7 @@ FLAGS: Final = (
     "cross_entropy_loss_fusion",
     "deterministic_mode",
     "moe_permute_fusion",
+    "defer_embedding_wgrad_compute",
 )
 """The options that are flags."""
 
@@ -33,6 +34,7 @@ VALUES: Final = (
     "make_vocab_size_divisible_by",
     "microbatch_group_size_per_virtual_pipeline_stage",
     "num_distributed_optimizer_instances",
+    "wgrad_deferral_limit",
 )
 """The options with a value."""
 
@@ -136,6 +138,7 @@ def _of_options(model: GPTModel, plan: Plan) -> Iterator[Argument]:
         yield f"no-{name.replace('_', '-')}", not asked.get(name, True)
     for name in VALUES:
         yield name.replace("_", "-"), asked.get(name)
+    yield "overlap-p2p-communication-warmup-flush", asked.get("overlap_p2p_comm_warmup_flush", False)
     sizes = asked.get("hierarchical_context_parallel_sizes")
     yield "hierarchical-context-parallel-sizes", " ".join(map(str, sizes)) if sizes else None
     if model.moe is not None:

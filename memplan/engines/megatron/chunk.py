@@ -171,6 +171,20 @@ class ModelChunk:
         return tuple([one for one in self.batch if one.name in kept])
 
     @cached_property
+    def deferred(self) -> tuple[Buffer, ...]:
+        """The output layer's input and its output's gradient, from which its weight's is computed.
+
+        The input's graph refers to what the stage has received, which keeps its gradient.
+        """
+        plan, model, shape = self.plan, self.model, self.trace.boundary.shape
+        logits = plan.micro_batch, plan.local_seq_len, model.padded_vocab_size // plan.tp
+        names = "input of the output layer", "received input of its graph", "gradient of the received input"
+        return (
+            *[buffer_of(f"{name}, deferred", shape, self.params_dtype) for name in names],
+            buffer_of("gradient of logits, deferred", logits, self.params_dtype),
+        )
+
+    @cached_property
     def forward(self) -> Stretch:
         """The forward pass, up to the loss on the last stage."""
         trace = self.trace

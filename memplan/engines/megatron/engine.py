@@ -229,11 +229,16 @@ class MegatronRank:
         ):
             tokens = batch * seq // (plan.tp if plan.sequence_parallel else 1)
             sizes.append(tokens * plan.ep * plan.etp * one.model.d_model)
+        if self.last and plan.sequence_parallel and self.options.defer_embedding_wgrad_compute:
+            for name in ("mpu_0", "mpu_1"):
+                yield buffer_of(name, (batch * seq * one.model.d_model,), one.params_dtype)
         if max(sizes):
             yield buffer_of("global memory buffer", (max(sizes),), one.params_dtype)
 
     def _dummy_grads(self) -> Iterator[Buffer]:
         """What backward passes return as gradients of weights whose main_grad the product has added to.
+
+        Megatron's own products share it since e7c55de99e (release 0.14).
 
         Source: transformer_engine.pytorch.module.base:get_dummy_wgrad.
         """
@@ -243,11 +248,11 @@ class MegatronRank:
             p.shape
             for chunk in self.chunks
             for p in chunk.parameters()
-            if not p.name.startswith("embedding.")
+            if not p.name.startswith(("embedding.", "output_layer."))
             and not p.name.endswith("router.weight")
             and ".experts.linear_fc" not in p.name
         }
-        if self.last:
+        if self.last and self.options.release >= (0, 14):
             model = self.chunks[-1].model
             shapes.add((model.padded_vocab_size // self.plan.tp, model.d_model))
         for shape in sorted(shape for shape in shapes if len(shape) == 2):

@@ -19,7 +19,7 @@ CROSS_ENTROPY_IMPLS: Final = ("native", "te")
 RECOMPUTE_MODULES: Final = frozenset(
     ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 )
-MEGATRON_VERSIONS: Final = ("0.14", "0.15", "0.16", "0.18")
+MEGATRON_VERSIONS: Final = ("0.13", "0.14", "0.15", "0.16", "0.18")
 
 NGC_CONTAINERS: Final[Mapping[str, Release]] = {"24.01": (2, 2), "25.09": (2, 9), "26.04": (2, 12)}
 """NVIDIA's containers in which it ran Megatron's tests, and their releases of PyTorch."""
@@ -106,6 +106,16 @@ class MegatronOptions:
     )
     overlap_param_gather_with_optimizer_step: bool = described(
         False, Flag("Gather the first chunk's weights beside the update of the others", word="overlap-step")
+    )
+    overlap_p2p_comm_warmup_flush: bool = described(
+        False, Flag("Interleaved stages receive ahead in warm-up and flush too", word="warmup-flush")
+    )
+    defer_embedding_wgrad_compute: bool = described(
+        False, Flag("The gradient of the output layer's weight is computed at the step's end", word="defer")
+    )
+    wgrad_deferral_limit: int | None = described(
+        None,
+        Count("Micro-batches that defer that gradient", left_out="all", optional=True, word="deferral-limit"),
     )
     num_distributed_optimizer_instances: int = described(
         1, Count("Groups of data-parallel ranks, each with all of the optimizer's state", word="instances")

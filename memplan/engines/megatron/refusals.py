@@ -86,6 +86,18 @@ def _check_options(model: Model, plan: Plan) -> None:
             "Must use --overlap-param-gather with --overlap-grad-reduce; use overlap_grad_reduce=True.",
             kind="an overlapped gather without overlapped reductions",
         )
+    if options.overlap_p2p_comm_warmup_flush and plan.virtual_stages == 1:
+        raise PlanRefused(
+            "Pipeline parallel communication overlapping in warmup and flush is only compatible with "
+            "overlap_p2p_comm, which interleaved stages have; use virtual_stages=2 or more.",
+            kind="receives begun ahead without interleaved stages",
+        )
+    if options.defer_embedding_wgrad_compute and (plan.pp == 1 or not options.gradient_accumulation_fusion):
+        raise PlanRefused(
+            "Cannot defer embedding wgrad compute when pipeline model parallel is not used, or gradient "
+            "accumulation fusion; use pp=2 or more and gradient_accumulation_fusion=True.",
+            kind="a deferred gradient without a pipeline",
+        )
     instances = options.num_distributed_optimizer_instances
     if instances > 1 and (not plan.zero or plan.n_shards % instances):
         raise PlanRefused(
