@@ -123,7 +123,7 @@ class _OneForwardOneBackward:
         """How many micro-batches to come defer the gradient of the output layer's weight."""
         self.refs = _References(chunks)
         self.in_flight: list[deque[_Input]] = [deque() for _ in chunks]
-        self.made: dict[tuple[str, tuple[Any, ...]], Stretch] = {}
+        self.made: dict[tuple[Any, ...], Stretch] = {}
         self.forwards = [0] * len(chunks)
         self.went_back = False
         self.has_loss = False
@@ -140,17 +140,12 @@ class _OneForwardOneBackward:
     def _once(self, name: str, found: Iterator[Event]) -> Stretch:
         """A stretch of events; equal ones are one object."""
         listed = tuple(found)
-        key = name, tuple([(type(event), event) for event in listed])  # Alloc(b) == Free(b)
-        if key not in self.made:
-            self.made[key] = events(name, listed)
-        return self.made[key]
+        key = name, *[(type(event), event) for event in listed]  # Alloc(b) == Free(b)
+        return self.made.setdefault(key, events(name, listed))
 
     def _passed(self, local: int, part: PassPart, *parts: Stretch) -> Stretch:
         """A pass of these parts; equal ones are one object."""
-        key = part, (local, *parts)
-        if key not in self.made:
-            self.made[key] = passed(local, part, *parts)
-        return self.made[key]
+        return self.made.setdefault((part, local, *parts), passed(local, part, *parts))
 
     def run(self, order: Loop) -> list[Stretch]:
         """The actions in order, then the frees when the schedule returns."""
@@ -308,7 +303,7 @@ class _Interleaved(_OneForwardOneBackward):
                 sent = [self.chunks[action.local].release]
             if not self.went_back:
                 parts, sent = parts + sent, []
-            found.append(self._chained(parts))
+            found.append(self.made.setdefault(("action", *parts), chain("action", *parts)))
         returned = self._once("return of the schedule", self._returned())
         return [begins, *_counted(found, _period(listed, 2 * len(self.chunks))), *sent, returned]
 
@@ -320,13 +315,6 @@ class _Interleaved(_OneForwardOneBackward):
         n_warmup, flush = kinds.index("backward") - 1, len(kinds) - kinds[::-1].index("forward")
         warm_up = range(0 if self.chunks[0].first else n_warmup)
         return {*warm_up, *range(len(kinds) if self.chunks[-1].last else flush, len(kinds))}
-
-    def _chained(self, parts: Sequence[Stretch]) -> Stretch:
-        """Parts in order; equal ones are one object."""
-        key = "action", tuple(parts)
-        if key not in self.made:
-            self.made[key] = chain("action", *parts)
-        return self.made[key]
 
     def _releases(self, local: int) -> bool:
         return False
