@@ -543,6 +543,8 @@ def test_deepseek_v3_is_read_from_arguments_and_converted_from_its_config():
     assert found["layers_per_stage"] == (2,) * 30 + (1, 0)
     assert (found["virtual_stages"], found["recompute_modules"]) == (2, "mla_up_proj,layernorm,moe_act")
     assert model == replace(gpt_model(preset("deepseek-v3")), name=model.name)
+    converted = memplan.estimate("deepseek-v3", cluster="2048xh100-sxm", **found)
+    assert "which transformers leaves out" in " ".join(converted.notes)
     estimated = memplan.estimate(model, cluster="2048xh100-sxm", **found)
     assert estimated.n_parameters == pytest.approx(682.6e9, rel=1e-3)
     nested = read(DEEPSEEK.replace("Ett|(tt|)*29t|mL", "'Et*4|(t*4|)*14tmL'"), "megatron").keywords

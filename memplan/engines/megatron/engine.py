@@ -408,7 +408,13 @@ class MegatronEngine(Engine):
             f"upper end has {self.reserves_more:.0%} more than a replay of the allocator reserves, as the "
             "largest difference from runs without a GPU."
         )
-        if gpt_model(model).moe:
+        own = gpt_model(model)
+        if own.mtp_num_layers and own is not model:
+            yield (
+                f"Megatron-Bridge builds the layers for multi-token prediction ({own.mtp_num_layers}), which "
+                "transformers leaves out: the last stage has them and the embedding beside the parameters above."
+            )
+        if own.moe:
             yield (
                 "Routing is taken as even: each expert gets as many tokens. A rank whose experts get more "
                 "holds more; runs of NVIDIA's own tests held up to 6% more, or less."
