@@ -412,7 +412,7 @@ class MegatronEngine(Engine):
         if own.mtp_num_layers and own is not model:
             yield (
                 f"Megatron-Bridge builds the layers for multi-token prediction ({own.mtp_num_layers}), which "
-                "transformers leaves out: the last stage has them and the embedding beside the parameters above."
+                "transformers leaves out: the last stage has them and the embedding beside these parameters."
             )
         if own.moe:
             yield (
