@@ -76,6 +76,7 @@ LATENT = replace(
 
 MIXTURE = replace(SMALL, swiglu=True, add_bias_linear=False, moe=MoE(num_experts=8, ffn_hidden_size=512))
 VIRTUAL: dict[str, Any] = {"schedule": "interleaved-1f1b", "virtual_stages": 4}
+PRECISE: dict[str, Any] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
 EP: dict[str, Any] = {"dp": 4, "ep": 4, "micro_batch": 2, "global_batch": 16, "zero": 1}
 
 
@@ -213,6 +214,33 @@ def test_states_are_eighteen_bytes_a_weight_and_the_distributed_optimizer_divide
     (whole,) = {chunk.grad_data.n_bytes // 4 for one in shards for chunk in one.states}
     kept = [sum(b.n_bytes for chunk in one.states for b in chunk.kept) for one in shards]
     assert sum(kept) == 4 * 6 * whole + 12 * n
+
+
+def test_the_precision_aware_optimizer_holds_half_of_the_main_parameters_and_its_moments_as_asked():
+    """Of a bfloat16 weight it keeps the other 16 bits; float32 states are 18 bytes a weight, these ten."""
+    asked: dict[str, Any] = {
+        "zero": 1, "micro_batch": 1, "global_batch": 1, "use_precision_aware_optimizer": True,
+        "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16",
+    }  # fmt: skip
+
+    def of_weight(**more: Any) -> float:
+        rank = rank_of(checked=True, **asked | more)
+        rank.record.check("megatron")
+        n = sum(p.n_elements for p in rank.chunks[0].parameters())
+        return sum(b.n_bytes for chunk in rank.states for b in chunk.kept) / n
+
+    assert of_weight() == pytest.approx(10, rel=1e-3)
+    assert of_weight(exp_avg_sq_dtype="fp32") == pytest.approx(12, rel=1e-3)
+    assert of_weight(main_grads_dtype="fp32") == pytest.approx(12, rel=1e-3)
+    assert rank_of(**asked).record.step.net_bytes == 0
+    assert replayed(rank_of(**asked).program()).allocated_bytes >= rank_of(**asked).record.peak_bytes
+    for more, said in (
+        ({"zero": 0}, "only supported with distributed optimizer"),
+        ({"use_precision_aware_optimizer": False}, "can only be fp32"),
+        ({"precision": "fp16-mixed"}, "for bfloat16 weights"),
+    ):
+        with pytest.raises(PlanRefused, match=said):
+            rank_of(checked=True, **asked | more)
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
@@ -682,7 +710,7 @@ def test_arguments_of_context_parallelism_are_read_and_checked():
         ("qwen3-8b", {"recompute": "full", "recompute_blocks": 4, "cublas_workspace_config": ":4096:8"}),
         ("mixtral-8x7b", {"tp": 2, "sequence_parallel": True, "ep": 4, "etp": 2, "moe_permute_fusion": True}),
         ("deepseek-v3", {"ep": 16, "recompute": "selective", "recompute_modules": "mla_up_proj,moe_act"}),
-        ("deepseek-v3", {"ep": 16, "pp": 4, "layers_per_stage": (16, 16, 16, 13), "zero": 1}),
+        ("deepseek-v3", {"ep": 16, "pp": 4, "layers_per_stage": (16, 16, 16, 13), "zero": 1, **PRECISE}),
         ("qwen3-30b-a3b", {"ep": 8, "recompute": "full", "moe_grouped_gemm": False, "clip_grad_norm": 1.0}),
     ],
 )

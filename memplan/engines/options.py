@@ -56,6 +56,10 @@ class EngineOptions(TypedDict, total=False):
     moe_token_dispatcher_type: Literal["allgather", "alltoall"]
     moe_grouped_gemm: bool
     moe_permute_fusion: bool
+    use_precision_aware_optimizer: bool
+    main_grads_dtype: Literal["fp32", "bf16"]
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16"]
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16"]
     defer_embedding_wgrad_compute: bool
     wgrad_deferral_limit: int | None
     overlap_p2p_comm_warmup_flush: bool

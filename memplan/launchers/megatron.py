@@ -115,6 +115,10 @@ READ: Final = frozenset(
         "cross-entropy-loss-fusion",
         "cross-entropy-fusion-impl",
         "deterministic-mode",
+        "use-precision-aware-optimizer",
+        "main-grads-dtype",
+        "exp-avg-dtype",
+        "exp-avg-sq-dtype",
         "defer-embedding-wgrad-compute",
         "wgrad-deferral-limit",
         "no-gradient-accumulation-fusion",
@@ -189,6 +193,7 @@ LOAD_BALANCING: Final = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhor
 
 AT: Final[Mapping[str, tuple[Any, ...]]] = {
     "optimizer": ("adam",),
+    "main-params-dtype": ("fp32",),
     "cuda-graph-impl": ("none",),
 }
 """The values at which other arguments change nothing."""
@@ -480,6 +485,7 @@ class Arguments:
         named: dict[str, Callable[[str], Any]] = {
             "hierarchical-context-parallel-sizes": _numbers, "cp-comm-type": str,
             "transformer-impl": str, "attention-backend": str, "cross-entropy-fusion-impl": str,
+            "main-grads-dtype": str, "exp-avg-dtype": str, "exp-avg-sq-dtype": str,
             "ddp-bucket-size": count_or_text, "make-vocab-size-divisible-by": count_or_text,
             "microbatch-group-size-per-virtual-pipeline-stage": count_or_text,
             "num-distributed-optimizer-instances": count_or_text,
@@ -487,7 +493,7 @@ class Arguments:
         flags = (
             "overlap-grad-reduce", "overlap-param-gather", "cross-entropy-loss-fusion", "deterministic-mode",
             "accumulate-allreduce-grads-in-fp32", "overlap-param-gather-with-optimizer-step",
-            "moe-permute-fusion", "defer-embedding-wgrad-compute",
+            "moe-permute-fusion", "use-precision-aware-optimizer", "defer-embedding-wgrad-compute",
         )  # fmt: skip
         found: dict[str, Any] = {
             name.replace("-", "_"): read(self.given[name])

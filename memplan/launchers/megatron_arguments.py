@@ -19,6 +19,7 @@ FLAGS: Final = (
     "deterministic_mode",
     "moe_permute_fusion",
     "defer_embedding_wgrad_compute",
+    "use_precision_aware_optimizer",
 )
 """The options that are flags."""
 
@@ -35,6 +36,9 @@ VALUES: Final = (
     "microbatch_group_size_per_virtual_pipeline_stage",
     "num_distributed_optimizer_instances",
     "wgrad_deferral_limit",
+    "main_grads_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
 )
 """The options with a value."""
 

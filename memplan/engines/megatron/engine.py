@@ -14,6 +14,7 @@ from memplan.engines.megatron.buffers import (
     Bucket,
     ChunkStates,
     Shard,
+    StateTypes,
     buckets_of,
     chunk_states,
 )
@@ -106,7 +107,9 @@ class MegatronRank:
 
     @property
     def grad_dtype(self) -> DType:
-        """The type of `main_grad`: float32, but for fp16 unless it is asked for."""
+        """The type of `main_grad`: float32, but for fp16 unless it is asked for, and for bf16 if it is."""
+        if self.options.main_grads_dtype == "bf16":
+            return self.chunks[0].params_dtype
         fp16 = self.chunks[0].params_dtype == FP16
         return FP16 if fp16 and not self.options.accumulate_allreduce_grads_in_fp32 else FP32
 
@@ -131,7 +134,10 @@ class MegatronRank:
         plan, found = self.plan, []
         for own in self._divisions():
             shard = Shard(own.buckets, own.place % own.n_ranks, own.n_ranks) if plan.zero else None
-            found.append(chunk_states(own.parameters, self.grad_dtype, plan.optimizer, shard, own.group))
+            types = StateTypes(
+                self.grad_dtype, self.options.moments, self.options.use_precision_aware_optimizer
+            )
+            found.append(chunk_states(own.parameters, types, plan.optimizer, shard, own.group))
         return found
 
     def _divisions(self) -> Iterator[Division]:

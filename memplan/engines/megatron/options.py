@@ -9,6 +9,7 @@ from memplan.errors import InvalidValue
 from memplan.fields import Choice, Count, Counts, Flag, Names, Setting, described
 from memplan.kernels import Release, product_workspace_bytes
 from memplan.plan import Plan
+from memplan.shapes import BF16, FP16, FP32, DType
 from memplan.units import KiB
 
 TRANSFORMER_IMPLS: Final = ("transformer_engine", "local")
@@ -21,6 +22,7 @@ RECOMPUTE_MODULES: Final = frozenset(
 )
 MEGATRON_VERSIONS: Final = ("0.13", "0.14", "0.15", "0.16", "0.18")
 
+STATE_TYPES: Final[Mapping[str, DType]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
 NGC_CONTAINERS: Final[Mapping[str, Release]] = {"24.01": (2, 2), "25.09": (2, 9), "26.04": (2, 12)}
 """NVIDIA's containers in which it ran Megatron's tests, and their releases of PyTorch."""
 
@@ -96,6 +98,21 @@ class MegatronOptions:
     )
     accumulate_allreduce_grads_in_fp32: bool = described(
         False, Flag("main_grad in float32 under fp16, as it always is under bf16", word="fp32-grads")
+    )
+    use_precision_aware_optimizer: bool = described(
+        False,
+        Flag(
+            "Transformer Engine's FusedAdam keeps what bfloat16 weights lack of the main ones", word="precise"
+        ),
+    )
+    main_grads_dtype: str = described(
+        "fp32", Choice("main_grad of that optimizer, under bf16", choices=("fp32", "bf16"), word="main-grads")
+    )
+    exp_avg_dtype: str = described(
+        "fp32", Choice("Its first moments", choices=tuple(STATE_TYPES), word="exp-avg")
+    )
+    exp_avg_sq_dtype: str = described(
+        "fp32", Choice("Its second moments", choices=tuple(STATE_TYPES), word="exp-avg-sq")
     )
     overlap_grad_reduce: bool = described(
         False, Flag("Reduce gradients in buckets beside the backward pass", word="overlap-grad-reduce")
@@ -178,6 +195,11 @@ class MegatronOptions:
     def uses_te(self) -> bool:
         """Whether the layers are Transformer Engine's."""
         return self.transformer_impl == "transformer_engine"
+
+    @property
+    def moments(self) -> Mapping[str, DType]:
+        """The types of Adam's moments."""
+        return {"exp_avg": STATE_TYPES[self.exp_avg_dtype], "exp_avg_sq": STATE_TYPES[self.exp_avg_sq_dtype]}
 
     @property
     def modules_again(self) -> frozenset[str]:

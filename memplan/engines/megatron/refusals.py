@@ -184,6 +184,32 @@ def _check_deepseek(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_states(model: Model, plan: Plan) -> None:
+    """Raise for types of states that Megatron refuses.
+
+    Source: megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__.
+    """
+    options = megatron_options(plan)
+    types = options.main_grads_dtype, options.exp_avg_dtype, options.exp_avg_sq_dtype
+    if options.use_precision_aware_optimizer and not (plan.zero and options.uses_te):
+        raise PlanRefused(
+            "--use-precision-aware-optimizer only supported with distributed optimizer, and with Transformer "
+            "Engine's; use zero=1.",
+            kind="the precision-aware optimizer without the distributed one",
+        )
+    if types != ("fp32",) * 3 and not options.use_precision_aware_optimizer:
+        raise PlanRefused(
+            f"main_grads_dtype, exp_avg_dtype and exp_avg_sq_dtype {types} can only be fp32 when not using "
+            "precision-aware optimizer; use use_precision_aware_optimizer=True.",
+            kind="types of states without the precision-aware optimizer",
+        )
+    if options.main_grads_dtype == "bf16" and plan.precision != "bf16-mixed":
+        raise PlanRefused(
+            "main_grads_dtype='bf16' is for bfloat16 weights; use precision='bf16-mixed', or 'fp32'.",
+            kind="gradients in bfloat16 of other weights",
+        )
+
+
 def _check_old_container(model: Model, plan: Plan) -> None:
     """Raise for what has no rule with the software of NGC 24.01."""
     options, moe = megatron_options(plan), gpt_model(model).moe
@@ -283,5 +309,6 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     _check_experts,
     _check_recomputation,
     _check_options,
+    _check_states,
 )
 """The checks of a plan, in order."""
