@@ -774,6 +774,14 @@ def estimate(
             moe_token_dispatcher_type: how tokens reach experts of other ranks: "allgather" or "alltoall".
             moe_grouped_gemm: all experts of a rank in one product of Transformer Engine.
             moe_permute_fusion: tokens are permuted by Transformer Engine's kernels.
+            use_precision_aware_optimizer: FusedAdam keeps what bfloat16 weights lack of the main ones.
+            main_grads_dtype: main_grad of that optimizer, "fp32" or "bf16".
+            exp_avg_dtype: its first moments, "fp32", "fp16" or "bf16".
+            exp_avg_sq_dtype: its second moments.
+            defer_embedding_wgrad_compute: the gradient of the output layer's weight is computed at the end.
+            wgrad_deferral_limit: micro-batches that defer that gradient; None: all.
+            overlap_p2p_comm_warmup_flush: interleaved stages receive ahead in warm-up and flush too.
+            recompute_modules: what selective recomputation computes again, as "mla_up_proj,moe_act".
             gradient_accumulation_fusion: matrix products add weights' gradients to main_grad themselves.
             accumulate_allreduce_grads_in_fp32: main_grad in float32 under fp16, as always under bf16.
             overlap_grad_reduce: Megatron reduces gradients in buckets beside the backward pass.

@@ -155,16 +155,30 @@ class OpContext:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Storage:
-    """Owns a buffer's bytes: records their allocation when it is made and their free when it dies."""
+    """Owns a buffer's bytes: records their allocation when it is made and their free when it dies.
+
+    `is_empty`: they are freed already, or another storage owns them.
+    """
 
     buffer: Buffer
     tape: "Tape"
+    is_empty: bool = False
 
     def __post_init__(self) -> None:
         self.tape.events.append(Alloc(self.buffer))
 
     def __del__(self) -> None:
-        self.tape.events.append(Free(self.buffer))
+        self.discard()
+
+    def discard(self) -> None:
+        """Free the bytes, whoever still refers to them."""
+        if not self.is_empty:
+            self.is_empty = True
+            self.tape.events.append(Free(self.buffer))
+
+    def take_over(self, other: "Storage") -> None:
+        """Own the bytes of another storage in place of those that were discarded."""
+        self.buffer, self.is_empty, other.is_empty = other.buffer, False, True
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -174,7 +188,8 @@ class Node:
     `backward` reads tensors from `saved` only, so that recomputation can supply them again. The output's
     gradients are never summed in place if it `has_dtensor_grad`. `released`: what it saved is freed.
     `grad_placements`: of each input's gradient, `WHOLE` for a weight's; None: those of the output's gradient.
-    `products`: what it computes for the gradient of the i-th input.
+    `products`: what it computes for the gradient of the i-th input. `recomputes`: what is computed again when
+    its gradient is there.
     """
 
     inputs: "tuple[Node | Parameter | None, ...]"
@@ -186,6 +201,7 @@ class Node:
     released: bool = False
     grad_placements: tuple[Placements, ...] | None = None
     products: "tuple[tuple[int, ComputeKind, tuple[Shape, ...]], ...]" = ()
+    recomputes: "Region | None" = None
 
     def computes(self, kind: ComputeKind, operands: tuple[Shape, ...], *inputs: int) -> None:
         """Say what computed its output; `inputs`: the input that each operand is, of attention's kernel 0."""
@@ -208,10 +224,11 @@ class Region:
     """A checkpointed part of the forward pass: it keeps its arguments only, and is run again in backward.
 
     If `selective`, the outputs of `Tape.save_if_selective` are kept too, in order, and not computed again.
+    `discarded`: outputs that were freed although others have saved them, and that are filled again.
     It has no slots: Python frees attributes in the order in which they were set, but slots by name.
     """
 
-    function: "Callable[[Tensor], Tensor]"
+    function: "Callable[[Tensor], Tensor | Saved]"
     scope: str
     x: "Tensor"
     arguments: "dict[str, Tensor]"
@@ -221,6 +238,7 @@ class Region:
     rng_state: "Tensor | None" = None
     output: "Tensor | None" = None
     saved_outputs: deque[Saved] = field(default_factory=deque)
+    discarded: tuple[Storage, ...] = ()
 
 
 class _Recomputed(Exception):
@@ -723,6 +741,27 @@ class Tape:
         self._region = None
         return y if region.nodes else x
 
+    def computed_again(self, function: Callable[[Tensor], Saved], x: Tensor) -> tuple[Saved, Region]:
+        """The outputs of `function(x)`, which are to be discarded, and the region that computes them again.
+
+        Source: megatron.core.tensor_parallel.random:CheckpointWithoutOutput.
+        """
+        self._region = region = Region(
+            function=function, scope=self.scope, x=x, arguments=dict(self.shared), selective=False
+        )
+        _mark_saved((x,))
+        outputs = function(x)
+        self._region = None
+        return outputs, region
+
+    def discard(self, outputs: Saved, region: Region, until: Tensor) -> None:
+        """Free a region's outputs, until the gradient of `until` is there."""
+        region.discarded = tuple([y.storage for y in outputs if y.storage is not None])
+        for storage in region.discarded:
+            storage.discard()
+        if isinstance(until.node, Node):
+            until.node.recomputes = region
+
     def _sum(self, parameter: Parameter, older: Tensor, grad: Tensor) -> Tensor:
         """The sum of a tied weight's gradients: in place, unless the older is a view or a DTensor.
 
@@ -762,6 +801,10 @@ class Tape:
             raise MissingRule(
                 "a forward operation received no gradient; its users' rules return None for it."
             )
+        if node.recomputes is not None:
+            region, node.recomputes = node.recomputes, None
+            self._recompute(region)
+            del region
         self.make_saved(node)
         grad.in_flight = ()
         grads = self.gradients(node, grad)
@@ -865,7 +908,10 @@ class Tape:
                 current.keep(self._rng_state())
             with suppress(_Recomputed):
                 output = region.function(x.alias(x.node))
-                region.output = output.detach() if self.context.recomputes_outputs else None
+                if isinstance(output, tuple):
+                    _refill(region.discarded, output)
+                else:
+                    region.output = output.detach() if self.context.recomputes_outputs else None
                 del output
         self._saved_again.clear()
         self.shared = shared
@@ -1035,6 +1081,13 @@ class SplitBackward:
         self._unused.clear()
         self._graph.clear()
         self._beside.clear()
+
+
+def _refill(discarded: tuple[Storage, ...], again: Saved) -> None:
+    """Give storages whose bytes were discarded the bytes of these tensors."""
+    for storage, y in zip(discarded, again, strict=True):
+        if y.storage is not None:
+            storage.take_over(y.storage)
 
 
 def _mark_saved(saved: tuple[Tensor, ...]) -> None:

@@ -56,6 +56,14 @@ class EngineOptions(TypedDict, total=False):
     moe_token_dispatcher_type: Literal["allgather", "alltoall"]
     moe_grouped_gemm: bool
     moe_permute_fusion: bool
+    use_precision_aware_optimizer: bool
+    main_grads_dtype: Literal["fp32", "bf16"]
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16"]
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16"]
+    defer_embedding_wgrad_compute: bool
+    wgrad_deferral_limit: int | None
+    overlap_p2p_comm_warmup_flush: bool
+    recompute_modules: str
     gradient_accumulation_fusion: bool
     accumulate_allreduce_grads_in_fp32: bool
     overlap_grad_reduce: bool
@@ -70,8 +78,8 @@ class EngineOptions(TypedDict, total=False):
     deterministic_mode: bool
     make_vocab_size_divisible_by: int
     cublas_workspace_config: str
-    megatron_version: Literal["0.14", "0.15", "0.18"]
-    ngc_container: Literal["25.09", "26.04"]
+    megatron_version: Literal["0.13", "0.14", "0.15", "0.16", "0.18"]
+    ngc_container: Literal["24.01", "25.09", "26.04"]
 
 
 def shows(keywords: Any) -> Callable[[F], F]:

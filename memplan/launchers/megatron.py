@@ -11,13 +11,14 @@ from typing import Any, ClassVar, Final, final
 
 from memplan.checks import checked_count
 from memplan.engines.options import not_usual
-from memplan.errors import InvalidValue, MissingRule, reason, shown_value
+from memplan.errors import InvalidValue, MissingRule, PlanRefused, reason, shown_value
 from memplan.fields import count_or_text, number_or_text
 from memplan.launchers.base import Job, Launcher, Limit, Read, yaml_values
-from memplan.launchers.megatron_arguments import arguments, unsaid
+from memplan.launchers.megatron_arguments import arguments
 from memplan.launchers.torchrun import torchrun_command
 from memplan.models import Model
-from memplan.models.megatron import GPTModel, MoE, gpt_model
+from memplan.models.base import MOST_LAYERS
+from memplan.models.megatron import MLA, GPTModel, MoE, gpt_model
 
 CONTINUED: Final = " \\\n    "
 """Between the lines of one command of a shell."""
@@ -27,6 +28,9 @@ LINE: Final = 110
 
 WORKSPACES: Final = "CUBLAS_WORKSPACE_CONFIG"
 """The variable of the environment that says the size of cuBLAS's workspaces."""
+
+WARMUP_FLUSH: Final = "overlap-p2p-communication-warmup-flush"
+"""The argument whose option has another name."""
 
 FLAG_WORDS: Final = {"true": True, "false": False}
 """The values of a flag in a YAML file."""
@@ -56,6 +60,13 @@ READ: Final = frozenset(
         "rotary-interleaved",
         "no-rope-fusion",
         "qk-layernorm",
+        "multi-latent-attention",
+        "q-lora-rank",
+        "kv-lora-rank",
+        "qk-head-dim",
+        "qk-pos-emb-head-dim",
+        "v-head-dim",
+        "mtp-num-layers",
         "tensor-model-parallel-size",
         "pipeline-model-parallel-size",
         "sequence-parallel",
@@ -93,6 +104,7 @@ READ: Final = frozenset(
         "use-distributed-optimizer",
         "overlap-grad-reduce",
         "overlap-param-gather",
+        WARMUP_FLUSH,
         "overlap-param-gather-with-optimizer-step",
         "num-distributed-optimizer-instances",
         "accumulate-allreduce-grads-in-fp32",
@@ -103,11 +115,19 @@ READ: Final = frozenset(
         "cross-entropy-loss-fusion",
         "cross-entropy-fusion-impl",
         "deterministic-mode",
+        "use-precision-aware-optimizer",
+        "main-grads-dtype",
+        "exp-avg-dtype",
+        "exp-avg-sq-dtype",
+        "defer-embedding-wgrad-compute",
+        "wgrad-deferral-limit",
         "no-gradient-accumulation-fusion",
         "no-create-attention-mask-in-dataloader",
         "recompute-granularity",
         "recompute-method",
         "recompute-num-layers",
+        "recompute-modules",
+        "pipeline-model-parallel-layout",
     ]
 )
 """The arguments that are read."""
@@ -157,6 +177,7 @@ HARMLESS: Final = (
         "moe-router-group-topk",
         "moe-router-topk-scaling",
     ),
+    *("rotary-scaling-factor", "mscale", "original-max-position-embeddings", "mtp-loss-scaling-factor"),
     *("no-persist-layer-norm", "use-flash-attn", "accumulate-allreduce-grads-in-fp32"),
 )
 """How the names of arguments begin that change no byte of a step."""
@@ -171,8 +192,8 @@ LOAD_BALANCING: Final = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhor
 """How routers balance experts, Megatron's default first."""
 
 AT: Final[Mapping[str, tuple[Any, ...]]] = {
-    "mtp-num-layers": (0,),
     "optimizer": ("adam",),
+    "main-params-dtype": ("fp32",),
     "cuda-graph-impl": ("none",),
 }
 """The values at which other arguments change nothing."""
@@ -188,7 +209,6 @@ class Megatron(Launcher):
     def limits(self, job: Job) -> Iterator[Limit]:
         if job.estimate.device.on_cpu:
             yield Limit("device='cpu': Megatron is told of GPUs here", {"device": None})
-        yield from unsaid(job.estimate.plan)
 
     def notes(self, job: Job) -> Iterator[str]:
         yield (
@@ -347,7 +367,13 @@ class Arguments:
         """The model that the arguments describe."""
         n_heads, hidden = self.count("num-attention-heads"), self.count("hidden-size")
         hidden_dropout = self.number("hidden-dropout", 0.1)
-        grouped = self.flag("group-query-attention")
+        grouped, mla = self.flag("group-query-attention"), self.mla
+        if mla and grouped:
+            raise PlanRefused(
+                "Group query attention is mutually exclusive with multi latent attention; leave out "
+                "--group-query-attention.",
+                kind="grouped queries of multi-latent attention",
+            )
         seq_len = self.count("seq-length")
         return GPTModel(
             name="Megatron GPT",
@@ -356,7 +382,7 @@ class Arguments:
             n_layers=self.count("num-layers"),
             n_heads=n_heads,
             n_kv_heads=self.count("num-query-groups", 1) if grouped else n_heads,
-            d_head=self.count("kv-channels", hidden // n_heads),
+            d_head=mla.width if mla else self.count("kv-channels", hidden // n_heads),
             d_ff=self.ffn_hidden_size,
             vocab_size=self.count("vocab-size"),
             tied_head=not self.flag("untie-embeddings-and-output-weights"),
@@ -370,8 +396,18 @@ class Arguments:
             rotary_percent=self.number("rotary-percent", 1.0),
             rope_fusion=not self.flag("no-rope-fusion"),
             qk_layernorm=self.flag("qk-layernorm"),
+            mla=mla,
+            mtp_num_layers=self.count("mtp-num-layers", 0),
             moe=self.moe if self.flag("num-experts") else None,
         )
+
+    @property
+    def mla(self) -> MLA | None:
+        """Multi-latent attention, if it is asked for."""
+        if not self.flag("multi-latent-attention"):
+            return None
+        sizes = MLA._field_defaults
+        return MLA(**{name: self.count(name.replace("_", "-"), sizes[name]) for name in sizes})
 
     @property
     def moe(self) -> MoE:
@@ -449,6 +485,7 @@ class Arguments:
         named: dict[str, Callable[[str], Any]] = {
             "hierarchical-context-parallel-sizes": _numbers, "cp-comm-type": str,
             "transformer-impl": str, "attention-backend": str, "cross-entropy-fusion-impl": str,
+            "main-grads-dtype": str, "exp-avg-dtype": str, "exp-avg-sq-dtype": str,
             "ddp-bucket-size": count_or_text, "make-vocab-size-divisible-by": count_or_text,
             "microbatch-group-size-per-virtual-pipeline-stage": count_or_text,
             "num-distributed-optimizer-instances": count_or_text,
@@ -456,7 +493,7 @@ class Arguments:
         flags = (
             "overlap-grad-reduce", "overlap-param-gather", "cross-entropy-loss-fusion", "deterministic-mode",
             "accumulate-allreduce-grads-in-fp32", "overlap-param-gather-with-optimizer-step",
-            "moe-permute-fusion",
+            "moe-permute-fusion", "use-precision-aware-optimizer", "defer-embedding-wgrad-compute",
         )  # fmt: skip
         found: dict[str, Any] = {
             name.replace("-", "_"): read(self.given[name])
@@ -464,6 +501,10 @@ class Arguments:
             if name in self.given
         }
         found |= {name.replace("-", "_"): True for name in flags if self.flag(name)}
+        if limit := self.count("wgrad-deferral-limit", 0):
+            found["wgrad_deferral_limit"] = limit
+        if self.flag(WARMUP_FLUSH):
+            found["overlap_p2p_comm_warmup_flush"] = True
         if self.flag("num-experts"):
             found["moe_grouped_gemm"] = self.flag("moe-grouped-gemm")
             found["moe_token_dispatcher_type"] = self.one_of("moe-token-dispatcher-type", *DISPATCHERS)
@@ -492,11 +533,40 @@ class Arguments:
             self.flag("account-for-embedding-in-pipeline-split"),
             self.flag("account-for-loss-in-pipeline-split"),
         )
+        if layout := self.given.get("pipeline-model-parallel-layout"):
+            stages = self._layout(str(layout))
+            virtual, more = divmod(len(stages), pp)
+            if more:
+                raise InvalidValue(
+                    f"--pipeline-model-parallel-layout has {len(stages)} stages, which {pp} ranks do not "
+                    "divide; use a multiple."
+                )
+            found["layers_per_stage"] = stages
+            if virtual > 1:
+                found |= {"virtual_stages": virtual, "schedule": "interleaved-1f1b"}
         if any(ends):
             found["layers_per_stage"] = self._with_ends(layers, pp * max(virtual, 1), *ends)
         if first or last:
             found["layers_per_stage"] = self._uneven(layers, pp, max(virtual, 1), first, last)
         return found
+
+    def _layout(self, text: str) -> tuple[int, ...]:
+        """The decoder layers of each stage of a layout such as "Et*3|(tt|)*28ttmL".
+
+        Source: megatron.core.transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.
+        """
+        plain = re.sub(r"[\\,\s'\"]", "", text)
+        for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+            plain = re.sub(repeated, lambda found: found[1] * min(int(found[2]), MOST_LAYERS), plain)
+        stages, n_more = plain.split("|"), self.count("mtp-num-layers", 0)
+        layers = "".join(stages)
+        if layers != f"E{'t' * self.count('num-layers')}{'m' * n_more}L" or "m" in "".join(stages[:-1]):
+            raise InvalidValue(
+                f"--pipeline-model-parallel-layout {shown_value(text)} has no E, "
+                f"{self.count('num-layers')} t, {n_more} m and L in this order, with all m in the last "
+                "stage; use such a layout."
+            )
+        return tuple([stage.count("t") for stage in stages])
 
     def _with_ends(self, layers: int, n_stages: int, embedding: bool, loss: bool) -> tuple[int, ...]:
         """The layers of each stage where the embedding and the loss count as one layer each."""
@@ -524,7 +594,8 @@ class Arguments:
     def _recomputation(self) -> dict[str, Any]:
         if "recompute-granularity" not in self.given:
             return {}
-        self.one_of("recompute-granularity", "full")
+        if self.one_of("recompute-granularity", "full", "selective") == "selective":
+            return {"recompute": "selective", **self._recompute_modules()}
         method, n = self.given.get("recompute-method"), self.count("recompute-num-layers", 1)
         if method == "block":
             return {"recompute": "full", "recompute_blocks": n}
@@ -533,6 +604,12 @@ class Arguments:
                 f"--recompute-num-layers {n} under --recompute-method uniform has no rule; use 1."
             )
         return {"recompute": "full"}
+
+    def _recompute_modules(self) -> dict[str, Any]:
+        if "recompute-modules" not in self.given:
+            return {}
+        names = str(self.given["recompute-modules"]).strip("[]").replace(",", " ").split()
+        return {"recompute_modules": ",".join(names)}
 
     @property
     def notes(self) -> list[str]:

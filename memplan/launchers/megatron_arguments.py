@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from memplan.engines.options import not_usual
-from memplan.launchers.base import Limit
 from memplan.models.megatron import GPTModel, MoE
 from memplan.plan import Plan
 
@@ -19,6 +18,8 @@ FLAGS: Final = (
     "cross_entropy_loss_fusion",
     "deterministic_mode",
     "moe_permute_fusion",
+    "defer_embedding_wgrad_compute",
+    "use_precision_aware_optimizer",
 )
 """The options that are flags."""
 
@@ -34,6 +35,10 @@ VALUES: Final = (
     "make_vocab_size_divisible_by",
     "microbatch_group_size_per_virtual_pipeline_stage",
     "num_distributed_optimizer_instances",
+    "wgrad_deferral_limit",
+    "main_grads_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
 )
 """The options with a value."""
 
@@ -57,7 +62,7 @@ def _of_model(model: GPTModel) -> Iterator[Argument]:
     yield "num-attention-heads", model.n_heads
     yield "group-query-attention", grouped
     yield "num-query-groups", model.n_kv_heads if grouped else None
-    yield "kv-channels", model.d_head
+    yield "kv-channels", None if model.mla else model.d_head
     yield "max-position-embeddings", model.max_seq_len
     yield "vocab-size", model.vocab_size
     yield "untie-embeddings-and-output-weights", not model.tied_head
@@ -71,6 +76,11 @@ def _of_model(model: GPTModel) -> Iterator[Argument]:
     yield "rotary-percent", f"{model.rotary_percent:g}" if model.rotary_percent != 1 else None
     yield "no-rope-fusion", not model.rope_fusion
     yield "qk-layernorm", model.qk_layernorm
+    if model.mla is not None:
+        yield "multi-latent-attention", True
+        for name, n in model.mla._asdict().items():
+            yield name.replace("_", "-"), n or None
+    yield "mtp-num-layers", model.mtp_num_layers or None
     if model.moe is not None:
         yield from _of_experts(model.moe)
         yield "no-bias-gelu-fusion", not model.swiglu
@@ -102,14 +112,9 @@ def _of_mesh(model: GPTModel, plan: Plan) -> Iterator[Argument]:
     if plan.virtual_stages > 1 and plan.layers_per_stage is None:
         yield "num-layers-per-virtual-pipeline-stage", model.n_layers // plan.n_stages
     if plan.layers_per_stage is not None:
-        yield "num-virtual-stages-per-pipeline-rank", plan.virtual_stages if plan.virtual_stages > 1 else None
-        yield "decoder-first-pipeline-num-layers", _of_rank(plan, 0)
-        yield "decoder-last-pipeline-num-layers", _of_rank(plan, plan.pp - 1)
-
-
-def _of_rank(plan: Plan, rank: int) -> int:
-    """The layers of a pipeline rank, of all its stages."""
-    return sum((plan.layers_per_stage or ())[rank :: plan.pp])
+        stages = ["t" * n for n in plan.layers_per_stage]
+        layout = f"E{'|'.join(stages)}{'m' * model.mtp_num_layers}L"
+        yield "pipeline-model-parallel-layout", f"'{layout}'"
 
 
 def _of_training(model: GPTModel, plan: Plan) -> Iterator[Argument]:
@@ -124,6 +129,9 @@ def _of_training(model: GPTModel, plan: Plan) -> Iterator[Argument]:
         yield "recompute-granularity", "full"
         yield "recompute-method", "uniform" if every else "block"
         yield "recompute-num-layers", 1 if every else plan.recompute_blocks
+    if plan.recompute == "selective":
+        yield "recompute-granularity", "selective"
+        yield "recompute-modules", not_usual(plan).get("recompute_modules", "core_attn").replace(",", " ")
 
 
 def _of_options(model: GPTModel, plan: Plan) -> Iterator[Argument]:
@@ -134,22 +142,9 @@ def _of_options(model: GPTModel, plan: Plan) -> Iterator[Argument]:
         yield f"no-{name.replace('_', '-')}", not asked.get(name, True)
     for name in VALUES:
         yield name.replace("_", "-"), asked.get(name)
+    yield "overlap-p2p-communication-warmup-flush", asked.get("overlap_p2p_comm_warmup_flush", False)
     sizes = asked.get("hierarchical_context_parallel_sizes")
     yield "hierarchical-context-parallel-sizes", " ".join(map(str, sizes)) if sizes else None
     if model.moe is not None:
         yield "moe-grouped-gemm", asked.get("moe_grouped_gemm", True)
         yield "moe-token-dispatcher-type", asked.get("moe_token_dispatcher_type", "alltoall")
-
-
-def unsaid(plan: Plan) -> Iterator[Limit]:
-    """What of a plan no argument says."""
-    stages, pp = plan.layers_per_stage, plan.pp
-    if stages is None:
-        return
-    ranks = [_of_rank(plan, rank) for rank in range(pp)]
-    even = len(set(ranks[1:-1])) <= 1 and all(n == stages[i % pp] for i, n in enumerate(stages))
-    if not even:
-        yield Limit(
-            f"layers_per_stage={stages}: Megatron divides the layers of all ranks but the ends evenly",
-            {"layers_per_stage": None},
-        )

@@ -74,6 +74,14 @@ class PlanOptions(TypedDict, total=False):
     moe_token_dispatcher_type: str | Iterable[str]
     moe_grouped_gemm: bool | Iterable[bool]
     moe_permute_fusion: bool | Iterable[bool]
+    use_precision_aware_optimizer: bool | Iterable[bool]
+    main_grads_dtype: str | Iterable[str]
+    exp_avg_dtype: str | Iterable[str]
+    exp_avg_sq_dtype: str | Iterable[str]
+    defer_embedding_wgrad_compute: bool | Iterable[bool]
+    wgrad_deferral_limit: int | Iterable[int | None] | None
+    overlap_p2p_comm_warmup_flush: bool | Iterable[bool]
+    recompute_modules: str
     gradient_accumulation_fusion: bool | Iterable[bool]
     accumulate_allreduce_grads_in_fp32: bool | Iterable[bool]
     overlap_grad_reduce: bool | Iterable[bool]

@@ -7,13 +7,13 @@ Source: megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer,
 megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
 from typing import Final, NamedTuple
 
 from memplan.mesh import Group
 from memplan.optimizers import KEPT
-from memplan.shapes import FP32, Buffer, DType, Parameter, buffer_of
+from memplan.shapes import BF16, FP32, INT16, Buffer, DType, Parameter, buffer_of
 
 PARAM_ALIGNMENT: Final = 64
 """A weight begins at a multiple of so many elements (`pad_param_start`)."""
@@ -133,8 +133,20 @@ class ChunkStates(NamedTuple):
         yield from (self.grad_data, *self.main_params, *self.moments)
 
 
+class StateTypes(NamedTuple):
+    """The types of the gradients and of the moments, by name.
+
+    `is_precise`: Transformer Engine's FusedAdam has the main parameters among its states, of which it keeps
+    the 16 bits that bfloat16 weights lack (`store_param_remainders`).
+    """
+
+    grads: DType
+    moments: Mapping[str, DType]
+    is_precise: bool = False
+
+
 def chunk_states(
-    parameters: Sequence[Parameter], grad_dtype: DType, optimizer: str, shard: Shard | None, group: Group
+    parameters: Sequence[Parameter], types: StateTypes, optimizer: str, shard: Shard | None, group: Group
 ) -> ChunkStates:
     """The states of a chunk with these weights; `shard`: this rank's part; None: no distributed optimizer.
 
@@ -150,17 +162,20 @@ def chunk_states(
         n_elements = shard.buckets[-1].end
         param_data = buffer_of("param_data", (n_elements,), dtype, "weights")
         owned = [own for bucket in shard.buckets for own in bucket.shard(shard.rank, shard.n_ranks)]
-    main = [buffer_of(f"{p.name}.main_param", (n,), FP32, "optimizer") for p, n in owned if dtype != FP32]
+    of_main = INT16 if types.is_precise and dtype == BF16 else FP32
+    main = [buffer_of(f"{p.name}.main_param", (n,), of_main, "optimizer") for p, n in owned if dtype != FP32]
     moments = [
-        buffer_of(f"{p.name}.{name}", (n,), FP32, "optimizer")
+        buffer_of(f"{p.name}.{name}", (n,), types.moments.get(name, FP32), "optimizer")
         for p, n in owned
         for name in KEPT[optimizer].moments
     ]
+    if types.is_precise:
+        main, moments = [], main + moments
     return ChunkStates(
         group,
         weights,
         param_data,
-        buffer_of("grad_data", (n_elements,), grad_dtype, "grads"),
+        buffer_of("grad_data", (n_elements,), types.grads, "grads"),
         tuple(main),
         tuple(moments),
     )

@@ -47,9 +47,11 @@ def transformer_config(
         transformer_impl=options.transformer_impl,
         attention_backend=options.attention(device, dropout) if options.uses_te else "local",
         gradient_accumulation_fusion=options.gradient_accumulation_fusion,
-        cross_entropy_loss_fusion=options.cross_entropy_loss_fusion,
+        cross_entropy=options.cross_entropy_fusion_impl if options.cross_entropy_loss_fusion else "",
         create_attention_mask_in_dataloader=options.create_attention_mask_in_dataloader,
         deterministic_mode=options.deterministic_mode,
+        recompute_modules=options.modules_again if plan.recompute == "selective" else frozenset(),
+        recomputes_mtp=plan.recompute == "full" and plan.recompute_blocks is None,
         release=options.release,
         vocab_multiple=options.make_vocab_size_divisible_by,
     )
@@ -99,13 +101,13 @@ class ModelChunk:
     def runs(self) -> tuple[tuple[BlockKind, int], ...]:
         """The runs of equal layers; a chunk without layers has one run of length 0."""
         plan, found = self.plan, list[tuple[BlockKind, int]]()
-        left = 0 if plan.recompute == "none" else self.n_layers
+        left = self.n_layers if plan.recompute == "full" else 0
         if plan.recompute_blocks is not None:
             left = min(left, plan.recompute_blocks)
         for kind, n in self.layers:
             again = min(left, n)
             left -= again
-            found += [(BlockKind(kind, plan.recompute), again), (BlockKind(kind, "none"), n - again)]
+            found += [(BlockKind(kind, "full"), again), (BlockKind(kind, "none"), n - again)]
         return tuple([(kind, n) for kind, n in found if n]) or ((BlockKind(BLOCKS, "none"), 0),)
 
     @cached_property
@@ -128,6 +130,11 @@ class ModelChunk:
         head = [p for p in self.trace.head_parameters if p not in self.trace.embed_parameters]
         return [*self.trace.embed_parameters, *layers, *head]
 
+    @property
+    def n_predicted(self) -> int:
+        """How many layers of multi-token prediction it has: all on the last stage."""
+        return self.model.mtp_num_layers if self.last else 0
+
     @cached_property
     def batch(self) -> tuple[Buffer, ...]:
         """What a micro-batch brings to this rank: its own part of each sequence."""
@@ -146,7 +153,7 @@ class ModelChunk:
         keeps_all = self.tp_rank == 0 and megatron_options(plan).release < (0, 18)
         tokens = plan.micro_batch, seq_len
         found = []
-        if self.first or keeps_all:
+        if self.first or keeps_all or self.n_predicted:
             found += [buffer_of(name, tokens, INT64) for name in ("tokens", "position_ids")]
         if self.last or keeps_all:
             found += [buffer_of("labels", tokens, INT64), buffer_of("loss_mask", tokens, FP32)]
@@ -162,6 +169,20 @@ class ModelChunk:
         if self.plan.recompute == "full" and self.n_layers:
             kept.add("attention_mask")
         return tuple([one for one in self.batch if one.name in kept])
+
+    @cached_property
+    def deferred(self) -> tuple[Buffer, ...]:
+        """The output layer's input and its output's gradient, from which its weight's is computed.
+
+        The input's graph refers to what the stage has received, which keeps its gradient.
+        """
+        plan, model, shape = self.plan, self.model, self.trace.boundary.shape
+        logits = plan.micro_batch, plan.local_seq_len, model.padded_vocab_size // plan.tp
+        names = "input of the output layer", "received input of its graph", "gradient of the received input"
+        return (
+            *[buffer_of(f"{name}, deferred", shape, self.params_dtype) for name in names],
+            buffer_of("gradient of logits, deferred", logits, self.params_dtype),
+        )
 
     @cached_property
     def forward(self) -> Stretch:
@@ -234,7 +255,8 @@ class ModelChunk:
     def kept_by_dispatchers(self) -> Iterator[Buffer]:
         """What the token dispatchers of layers with experts refer to between steps."""
         moe, tokens = self.model.moe, self.plan.micro_batch * self.local_seq_len
-        for kind, n in self.layers:
+        more = self.model.layers[-1].kind, self.n_predicted
+        for kind, n in (*self.layers, more):
             if moe is not None and kind == EXPERTS:
                 yield from [*kept_by_dispatcher(moe, tokens, self.params_dtype, self.model.config)] * n
 

@@ -14,6 +14,7 @@ from memplan.engines.megatron.buffers import (
     Bucket,
     ChunkStates,
     Shard,
+    StateTypes,
     buckets_of,
     chunk_states,
 )
@@ -106,7 +107,9 @@ class MegatronRank:
 
     @property
     def grad_dtype(self) -> DType:
-        """The type of `main_grad`: float32, but for fp16 unless it is asked for."""
+        """The type of `main_grad`: float32, but for fp16 unless it is asked for, and for bf16 if it is."""
+        if self.options.main_grads_dtype == "bf16":
+            return self.chunks[0].params_dtype
         fp16 = self.chunks[0].params_dtype == FP16
         return FP16 if fp16 and not self.options.accumulate_allreduce_grads_in_fp32 else FP32
 
@@ -122,7 +125,7 @@ class MegatronRank:
 
     def shared(self, chunk: ModelChunk) -> frozenset[Parameter]:
         """The word embeddings of a chunk, if the first and the last stage share them."""
-        shares = chunk.model.tied_head and self.plan.pp > 1
+        shares = (chunk.model.tied_head or chunk.model.mtp_num_layers) and self.plan.pp > 1
         return frozenset([p for p in chunk.parameters() if p.name == WORDS and shares])
 
     @cached_property
@@ -131,7 +134,10 @@ class MegatronRank:
         plan, found = self.plan, []
         for own in self._divisions():
             shard = Shard(own.buckets, own.place % own.n_ranks, own.n_ranks) if plan.zero else None
-            found.append(chunk_states(own.parameters, self.grad_dtype, plan.optimizer, shard, own.group))
+            types = StateTypes(
+                self.grad_dtype, self.options.moments, self.options.use_precision_aware_optimizer
+            )
+            found.append(chunk_states(own.parameters, types, plan.optimizer, shard, own.group))
         return found
 
     def _divisions(self) -> Iterator[Division]:
@@ -180,6 +186,9 @@ class MegatronRank:
             yield buffer_of("cu_seqlens", (plan.micro_batch + 1,), INT32)
         for one in self.chunks[:1]:
             yield from one.model.buffers(plan.local_seq_len)
+        for chunk in self.chunks:
+            n_layers = chunk.n_layers + chunk.n_predicted
+            yield from chunk.model.layer_buffers(plan.local_seq_len, chunk.params_dtype) * n_layers
         yield from self._memory_buffers()
         yield from self._dummy_grads()
         for chunk in self.chunks:
@@ -226,11 +235,16 @@ class MegatronRank:
         ):
             tokens = batch * seq // (plan.tp if plan.sequence_parallel else 1)
             sizes.append(tokens * plan.ep * plan.etp * one.model.d_model)
+        if self.last and plan.sequence_parallel and self.options.defer_embedding_wgrad_compute:
+            for name in ("mpu_0", "mpu_1"):
+                yield buffer_of(name, (batch * seq * one.model.d_model,), one.params_dtype)
         if max(sizes):
             yield buffer_of("global memory buffer", (max(sizes),), one.params_dtype)
 
     def _dummy_grads(self) -> Iterator[Buffer]:
         """What backward passes return as gradients of weights whose main_grad the product has added to.
+
+        Megatron's own products share it since e7c55de99e (release 0.14).
 
         Source: transformer_engine.pytorch.module.base:get_dummy_wgrad.
         """
@@ -239,11 +253,12 @@ class MegatronRank:
         shapes = {
             p.shape
             for chunk in self.chunks
-            for block, _ in chunk.blocks
-            for p in block.parameters
-            if not p.name.endswith("router.weight") and ".experts.linear_fc" not in p.name
+            for p in chunk.parameters()
+            if not p.name.startswith(("embedding.", "output_layer."))
+            and not p.name.endswith("router.weight")
+            and ".experts.linear_fc" not in p.name
         }
-        if self.last:
+        if self.last and self.options.release >= (0, 14):
             model = self.chunks[-1].model
             shapes.add((model.padded_vocab_size // self.plan.tp, model.d_model))
         for shape in sorted(shape for shape in shapes if len(shape) == 2):
@@ -400,7 +415,13 @@ class MegatronEngine(Engine):
             f"upper end has {self.reserves_more:.0%} more than a replay of the allocator reserves, as the "
             "largest difference from runs without a GPU."
         )
-        if gpt_model(model).moe:
+        own = gpt_model(model)
+        if own.mtp_num_layers and own is not model:
+            yield (
+                f"Megatron-Bridge builds the layers for multi-token prediction ({own.mtp_num_layers}), which "
+                "transformers leaves out: the last stage has them and the embedding beside these parameters."
+            )
+        if own.moe:
             yield (
                 "Routing is taken as even: each expert gets as many tokens. A rank whose experts get more "
                 "holds more; runs of NVIDIA's own tests held up to 6% more, or less."

@@ -6,9 +6,10 @@ from typing import Final, final
 
 from memplan.device import Device
 from memplan.errors import InvalidValue
-from memplan.fields import Choice, Count, Counts, Flag, Setting, described
+from memplan.fields import Choice, Count, Counts, Flag, Names, Setting, described
 from memplan.kernels import Release, product_workspace_bytes
 from memplan.plan import Plan
+from memplan.shapes import BF16, FP16, FP32, DType
 from memplan.units import KiB
 
 TRANSFORMER_IMPLS: Final = ("transformer_engine", "local")
@@ -16,10 +17,17 @@ ATTENTION_BACKENDS: Final = ("auto", "flash", "fused", "unfused")
 DISPATCHERS: Final = ("allgather", "alltoall")
 CP_COMM_TYPES: Final = ("p2p", "a2a+p2p")
 CROSS_ENTROPY_IMPLS: Final = ("native", "te")
-MEGATRON_VERSIONS: Final = ("0.14", "0.15", "0.18")
+RECOMPUTE_MODULES: Final = frozenset(
+    ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+)
+MEGATRON_VERSIONS: Final = ("0.13", "0.14", "0.15", "0.16", "0.18")
 
-NGC_CONTAINERS: Final[Mapping[str, Release]] = {"25.09": (2, 9), "26.04": (2, 12)}
+STATE_TYPES: Final[Mapping[str, DType]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
+NGC_CONTAINERS: Final[Mapping[str, Release]] = {"24.01": (2, 2), "25.09": (2, 9), "26.04": (2, 12)}
 """NVIDIA's containers in which it ran Megatron's tests, and their releases of PyTorch."""
+
+OLD_CONTAINER: Final = "24.01"
+"""The container with FlashAttention 2.0, not deterministic, and without grouped products."""
 
 
 def _workspace_config(text: str) -> str:
@@ -77,11 +85,34 @@ class MegatronOptions:
     moe_permute_fusion: bool = described(
         False, Flag("Tokens are permuted by Transformer Engine's kernels", word="permute-fusion")
     )
+    recompute_modules: str = described(
+        "core_attn",
+        Names(
+            "What selective recomputation computes again: core_attn, moe_act, layernorm, mla_up_proj, mlp, "
+            "moe, shared_experts",
+            word="recompute-modules",
+        ),
+    )
     gradient_accumulation_fusion: bool = described(
         True, Flag("Weights' gradients are added to main_grad by the matrix product", word="grad-fusion")
     )
     accumulate_allreduce_grads_in_fp32: bool = described(
         False, Flag("main_grad in float32 under fp16, as it always is under bf16", word="fp32-grads")
+    )
+    use_precision_aware_optimizer: bool = described(
+        False,
+        Flag(
+            "Transformer Engine's FusedAdam keeps what bfloat16 weights lack of the main ones", word="precise"
+        ),
+    )
+    main_grads_dtype: str = described(
+        "fp32", Choice("main_grad of that optimizer, under bf16", choices=("fp32", "bf16"), word="main-grads")
+    )
+    exp_avg_dtype: str = described(
+        "fp32", Choice("Its first moments", choices=tuple(STATE_TYPES), word="exp-avg")
+    )
+    exp_avg_sq_dtype: str = described(
+        "fp32", Choice("Its second moments", choices=tuple(STATE_TYPES), word="exp-avg-sq")
     )
     overlap_grad_reduce: bool = described(
         False, Flag("Reduce gradients in buckets beside the backward pass", word="overlap-grad-reduce")
@@ -92,6 +123,16 @@ class MegatronOptions:
     )
     overlap_param_gather_with_optimizer_step: bool = described(
         False, Flag("Gather the first chunk's weights beside the update of the others", word="overlap-step")
+    )
+    overlap_p2p_comm_warmup_flush: bool = described(
+        False, Flag("Interleaved stages receive ahead in warm-up and flush too", word="warmup-flush")
+    )
+    defer_embedding_wgrad_compute: bool = described(
+        False, Flag("The gradient of the output layer's weight is computed at the step's end", word="defer")
+    )
+    wgrad_deferral_limit: int | None = described(
+        None,
+        Count("Micro-batches that defer that gradient", left_out="all", optional=True, word="deferral-limit"),
     )
     num_distributed_optimizer_instances: int = described(
         1, Count("Groups of data-parallel ranks, each with all of the optimizer's state", word="instances")
@@ -156,6 +197,21 @@ class MegatronOptions:
         return self.transformer_impl == "transformer_engine"
 
     @property
+    def moments(self) -> Mapping[str, DType]:
+        """The types of Adam's moments."""
+        return {"exp_avg": STATE_TYPES[self.exp_avg_dtype], "exp_avg_sq": STATE_TYPES[self.exp_avg_sq_dtype]}
+
+    @property
+    def modules_again(self) -> frozenset[str]:
+        """The modules that selective recomputation computes again."""
+        return frozenset(self.recompute_modules.split(","))
+
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether the fused loss is Megatron's, which Inductor compiles."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "native"
+
+    @property
     def all_to_all_ranks(self) -> int:
         """How many context-parallel ranks exchange heads for tokens before the ring; 1: none."""
         sizes = self.hierarchical_context_parallel_sizes
@@ -175,13 +231,16 @@ class MegatronOptions:
     def attention(self, device: Device, dropout: float) -> str:
         """The attention backend on a device: what `auto` takes there, or the one that was asked for.
 
-        Deterministic gradients of attention with dropout are not cuDNN's on Blackwell.
+        Deterministic gradients of attention with dropout are not cuDNN's on Blackwell. FlashAttention before
+        2.4.1 has none at all.
 
         Source: transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend,
         transformer_engine/common/fused_attn/fused_attn.cpp (`nvte_get_fused_attn_backend`).
         """
         if self.attention_backend != "auto":
             return self.attention_backend
+        if self.deterministic_mode and self.ngc_container == OLD_CONTAINER:
+            return "unfused"
         by_cudnn = device.at_least(9) and not (device.at_least(10) and self.deterministic_mode and dropout)
         return "fused" if by_cudnn else "flash"
 

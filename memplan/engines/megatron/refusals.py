@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from memplan.engines.base import Rule
 from memplan.engines.megatron.chunk import PARAMS_DTYPES
-from memplan.engines.megatron.options import megatron_options
+from memplan.engines.megatron.options import OLD_CONTAINER, RECOMPUTE_MODULES, megatron_options
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model
@@ -19,7 +19,6 @@ SUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "offload": (False,),
     "loss_chunks": (1,),
     "precision": tuple(PARAMS_DTYPES),
-    "recompute": ("none", "full"),
 }
 """The values of a plan's fields that have a rule; zero=1 is the distributed optimizer."""
 
@@ -87,6 +86,18 @@ def _check_options(model: Model, plan: Plan) -> None:
             "Must use --overlap-param-gather with --overlap-grad-reduce; use overlap_grad_reduce=True.",
             kind="an overlapped gather without overlapped reductions",
         )
+    if options.overlap_p2p_comm_warmup_flush and plan.virtual_stages == 1:
+        raise PlanRefused(
+            "Pipeline parallel communication overlapping in warmup and flush is only compatible with "
+            "overlap_p2p_comm, which interleaved stages have; use virtual_stages=2 or more.",
+            kind="receives begun ahead without interleaved stages",
+        )
+    if options.defer_embedding_wgrad_compute and (plan.pp == 1 or not options.gradient_accumulation_fusion):
+        raise PlanRefused(
+            "Cannot defer embedding wgrad compute when pipeline model parallel is not used, or gradient "
+            "accumulation fusion; use pp=2 or more and gradient_accumulation_fusion=True.",
+            kind="a deferred gradient without a pipeline",
+        )
     instances = options.num_distributed_optimizer_instances
     if instances > 1 and (not plan.zero or plan.n_shards % instances):
         raise PlanRefused(
@@ -94,10 +105,12 @@ def _check_options(model: Model, plan: Plan) -> None:
             f"divide the {plan.n_shards} ranks of {plan.shard_group}; use zero=1 and a divisor.",
             kind="instances of the distributed optimizer that do not divide dp",
         )
-    if options.cross_entropy_loss_fusion and options.cross_entropy_fusion_impl == "native":
+    if options.ngc_container == OLD_CONTAINER:
+        _check_old_container(model, plan)
+    if options.compiles_loss and plan.precision != "bf16-mixed":
         raise MissingRule(
-            "cross_entropy_fusion_impl='native' is compiled by Inductor, whose temporaries have no rule; use "
-            "'te', or cross_entropy_loss_fusion=False.",
+            "cross_entropy_fusion_impl='native' makes gradients in bfloat16; use precision='bf16-mixed', or "
+            "'te'.",
             kind="Megatron's --cross-entropy-loss-fusion",
         )
     if not options.uses_te and gpt_model(model).n_kv_heads != gpt_model(model).n_heads:
@@ -109,6 +122,102 @@ def _check_options(model: Model, plan: Plan) -> None:
         raise PlanRefused(
             "FlashAttention and cuDNN's attention take no float32; use attention_backend='unfused'.",
             kind="fused attention in float32",
+        )
+
+
+def _check_recomputation(model: Model, plan: Plan) -> None:
+    """Raise for modules that cannot be computed again.
+
+    Source: megatron.core.transformer.transformer_config:TransformerConfig.__post_init__.
+    """
+    modules, own = megatron_options(plan).modules_again, gpt_model(model)
+    if plan.recompute != "selective":
+        return
+    if unknown := modules - RECOMPUTE_MODULES:
+        raise PlanRefused(
+            f"Invalid choices for recompute_modules: {sorted(unknown)}; use some of "
+            f"{', '.join(sorted(RECOMPUTE_MODULES))}.",
+            kind="modules that cannot be recomputed",
+        )
+    if plan.recompute_blocks is not None:
+        raise PlanRefused(
+            "When using recompute_granularity: selective, recompute_num_layers must be None; leave out "
+            "recompute_blocks.",
+            kind="blocks whose modules are recomputed",
+        )
+    if "mla_up_proj" in modules and own.mla is None:
+        raise PlanRefused(
+            "mla_up_proj in recompute_modules is only supported with multi_latent_attention; leave it out.",
+            kind="recomputed modules that a model lacks",
+        )
+    if "moe_act" in modules and own.moe and not megatron_options(plan).moe_grouped_gemm:
+        raise PlanRefused(
+            "moe_act in recompute_modules is only supported with moe_grouped_gemm; leave it out.",
+            kind="recomputed modules that a model lacks",
+        )
+    inner = modules & {"moe_act", "shared_experts"}
+    if ("moe" in modules and inner) or {"mla_up_proj", "core_attn"} <= modules:
+        raise MissingRule(
+            f"recompute_modules={sorted(modules)}: modules within others that are recomputed have no rule; "
+            "name one of them.",
+            kind="options that the engine has no rule for",
+        )
+
+
+def _check_deepseek(model: Model, plan: Plan) -> None:
+    """Raise for multi-latent attention and multi-token prediction that have no rule."""
+    own = gpt_model(model)
+    if own.mtp_num_layers and (own.tied_head or plan.cp > 1):
+        raise MissingRule(
+            "multi-token prediction with a tied head or cp has no rule; use "
+            "--untie-embeddings-and-output-weights and cp=1.",
+            kind="options that the engine has no rule for",
+        )
+    if own.mla is None:
+        return
+    options = megatron_options(plan)
+    if plan.cp > 1 or not options.uses_te or options.attention_backend == "flash":
+        raise MissingRule(
+            "multi-latent attention has a rule under transformer_impl='transformer_engine', without cp, by "
+            "cuDNN or with scores in memory; use cp=1 and attention_backend='auto'.",
+            kind="options that the engine has no rule for",
+        )
+
+
+def _check_states(model: Model, plan: Plan) -> None:
+    """Raise for types of states that Megatron refuses.
+
+    Source: megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__.
+    """
+    options = megatron_options(plan)
+    types = options.main_grads_dtype, options.exp_avg_dtype, options.exp_avg_sq_dtype
+    if options.use_precision_aware_optimizer and not (plan.zero and options.uses_te):
+        raise PlanRefused(
+            "--use-precision-aware-optimizer only supported with distributed optimizer, and with Transformer "
+            "Engine's; use zero=1.",
+            kind="the precision-aware optimizer without the distributed one",
+        )
+    if types != ("fp32",) * 3 and not options.use_precision_aware_optimizer:
+        raise PlanRefused(
+            f"main_grads_dtype, exp_avg_dtype and exp_avg_sq_dtype {types} can only be fp32 when not using "
+            "precision-aware optimizer; use use_precision_aware_optimizer=True.",
+            kind="types of states without the precision-aware optimizer",
+        )
+    if options.main_grads_dtype == "bf16" and plan.precision != "bf16-mixed":
+        raise PlanRefused(
+            "main_grads_dtype='bf16' is for bfloat16 weights; use precision='bf16-mixed', or 'fp32'.",
+            kind="gradients in bfloat16 of other weights",
+        )
+
+
+def _check_old_container(model: Model, plan: Plan) -> None:
+    """Raise for what has no rule with the software of NGC 24.01."""
+    options, moe = megatron_options(plan), gpt_model(model).moe
+    if options.compiles_loss or (moe and options.moe_grouped_gemm and options.uses_te):
+        raise MissingRule(
+            f"ngc_container={OLD_CONTAINER!r} has no rule for grouped products or a compiled "
+            "loss; use another container, moe_grouped_gemm=False, or cross_entropy_fusion_impl='te'.",
+            kind="options that the engine has no rule for",
         )
 
 
@@ -196,7 +305,10 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     _check_schedule,
     check_positions,
     _check_context_parallel,
+    _check_deepseek,
     _check_experts,
+    _check_recomputation,
     _check_options,
+    _check_states,
 )
 """The checks of a plan, in order."""

@@ -11,9 +11,11 @@ megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_inter
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from itertools import chain as joined
 from typing import Any, Final, NamedTuple
 
 from memplan.engines.megatron.chunk import ModelChunk
+from memplan.engines.megatron.options import megatron_options
 from memplan.orders import Action, Loop, actions
 from memplan.plan import Plan
 from memplan.record import Event, PassPart, Stretch, allocs, chain, events, frees, passed, repeated
@@ -30,14 +32,20 @@ def forward_backward(
     plan: Plan, pp_rank: int, chunks: Sequence[ModelChunk], *, first_step: bool = False
 ) -> list[Stretch]:
     """All passes of a rank's step; in the first one nothing is left of a step before."""
+    options, m = megatron_options(plan), plan.n_micro_batches
+    n_deferred = min(options.wgrad_deferral_limit or m, m) if options.defer_embedding_wgrad_compute else 0
     begins = events("start of the schedule", allocs(NUM_TOKENS))
-    reports = [chunk.report for chunk in chunks if chunk.last] * plan.n_micro_batches
-    ends = events("end of the schedule", frees(NUM_TOKENS, *reports))
+    of_last = [(*[chunk.report] * m, *chunk.deferred * n_deferred) for chunk in chunks if chunk.last]
+    ends = events("end of the schedule", frees(NUM_TOKENS, *[one for each in of_last for one in each]))
     if plan.pp == 1:
         return [begins, *_no_pipelining(chunks[0], plan.n_micro_batches), ends]
     order = plan.pipeline_schedule.order(plan.pp, pp_rank, plan.virtual_stages, plan.n_micro_batches)
-    schedule = _Interleaved if plan.virtual_stages > 1 else _OneForwardOneBackward
-    return [begins, *schedule(chunks, first_step=first_step).run(order), ends]
+    if plan.virtual_stages == 1:
+        alone = _OneForwardOneBackward(chunks, first_step=first_step, n_deferred=n_deferred)
+        return [begins, *alone.run(order), ends]
+    played = _Interleaved(chunks, first_step=first_step, n_deferred=n_deferred)
+    played.receives_early = options.overlap_p2p_comm_warmup_flush
+    return [begins, *played.run(order), ends]
 
 
 def _no_pipelining(chunk: ModelChunk, m: int) -> list[Stretch]:
@@ -109,11 +117,13 @@ class _References:
 class _OneForwardOneBackward:
     """Plays a rank's actions in order; repetitions that leave what is referred to as it was are counted."""
 
-    def __init__(self, chunks: Sequence[ModelChunk], *, first_step: bool) -> None:
+    def __init__(self, chunks: Sequence[ModelChunk], *, first_step: bool, n_deferred: int) -> None:
         self.chunks = chunks
+        self.n_deferred = n_deferred
+        """How many micro-batches to come defer the gradient of the output layer's weight."""
         self.refs = _References(chunks)
         self.in_flight: list[deque[_Input]] = [deque() for _ in chunks]
-        self.made: dict[tuple[str, tuple[Any, ...]], Stretch] = {}
+        self.made: dict[tuple[Any, ...], Stretch] = {}
         self.forwards = [0] * len(chunks)
         self.went_back = False
         self.has_loss = False
@@ -130,17 +140,12 @@ class _OneForwardOneBackward:
     def _once(self, name: str, found: Iterator[Event]) -> Stretch:
         """A stretch of events; equal ones are one object."""
         listed = tuple(found)
-        key = name, tuple([(type(event), event) for event in listed])  # Alloc(b) == Free(b)
-        if key not in self.made:
-            self.made[key] = events(name, listed)
-        return self.made[key]
+        key = name, *[(type(event), event) for event in listed]  # Alloc(b) == Free(b)
+        return self.made.setdefault(key, events(name, listed))
 
     def _passed(self, local: int, part: PassPart, *parts: Stretch) -> Stretch:
         """A pass of these parts; equal ones are one object."""
-        key = part, (local, *parts)
-        if key not in self.made:
-            self.made[key] = passed(local, part, *parts)
-        return self.made[key]
+        return self.made.setdefault((part, local, *parts), passed(local, part, *parts))
 
     def run(self, order: Loop) -> list[Stretch]:
         """The actions in order, then the frees when the schedule returns."""
@@ -149,7 +154,14 @@ class _OneForwardOneBackward:
     @property
     def _state(self) -> tuple[object, ...]:
         lengths = tuple(map(len, self.in_flight))
-        return *self.refs.state(self.forwards), lengths, self.received, self.went_back, self.has_loss
+        return (
+            *self.refs.state(self.forwards),
+            lengths,
+            self.received,
+            self.went_back,
+            self.has_loss,
+            self.n_deferred,
+        )
 
     def _loop(self, loop: Loop) -> list[Stretch]:
         found: list[Stretch] = []
@@ -173,11 +185,22 @@ class _OneForwardOneBackward:
             sends = [chunk.send_forward, *[chunk.release] * self._releases(local), after]
             return self._passed(local, "forward", before, chunk.recv_forward, chunk.forward, *sends)
         before = self._once("receive", self._before_backward(local))
-        after = self._once("end of the backward pass", self._after_backward(local))
+        after = self._once(
+            "end of the backward pass", joined(self._defer(local), self._after_backward(local))
+        )
         self.went_back = True
         return self._passed(
             local, "backward", before, chunk.recv_backward, chunk.backward, after, chunk.send_backward
         )
+
+    def _defer(self, local: int) -> Iterator[Event]:
+        """Keep what the gradient of the output layer's weight is computed from at the end of the step.
+
+        Source: megatron.core.utils:drain_embedding_wgrad_compute.
+        """
+        if self.chunks[local].last and self.n_deferred:
+            self.n_deferred -= 1
+            yield from allocs(*self.chunks[local].deferred)
 
     def _releases(self, local: int) -> bool:
         """Whether an output is freed as soon as it is sent."""
@@ -252,35 +275,46 @@ class _Interleaved(_OneForwardOneBackward):
     whose variables end with them.
     """
 
+    receives_early = False
+    """Whether warm-up and flush receive before a pass, in buffers (`overlap_p2p_comm_warmup_flush`)."""
+
     def run(self, order: Loop) -> list[Stretch]:
         listed = list(actions(order))
+        early = self._early(listed)
         self.received_forwards = [0] * len(self.chunks)
         forwards = deque([action.local for action in listed if action.kind == "forward"])
         begins = self._once("receive", self._receive(forwards.popleft()))
         found, sent = list[Stretch](), list[Stretch]()
-        for action, coming in zip(listed, [*listed[1:], None], strict=True):
+        for i, (action, coming) in enumerate(zip(listed, [*listed[1:], None], strict=True)):
             is_forward, parts = action.kind == "forward", list[Stretch]()
             if is_forward:
                 parts, sent = sent, []
-            parts.append(self._act(action))
-            ahead = [*self._receive(forwards.popleft())] if is_forward and forwards else []
-            if coming is not None and coming.kind == "backward":
+            ahead: list[Event] = []
+            if i not in early:
+                parts.append(self._act(action))
+            if is_forward and forwards:
+                ahead += self._receive(forwards.popleft())
+            if coming is not None and coming.kind == "backward" and not (is_forward and i in early):
                 ahead += self._receive_grad(coming.local)
             parts.append(self._once("receive", iter(ahead)))
+            if i in early:
+                parts.append(self._act(action))
             if is_forward and not self.chunks[action.local].last:
                 sent = [self.chunks[action.local].release]
             if not self.went_back:
                 parts, sent = parts + sent, []
-            found.append(self._chained(parts))
+            found.append(self.made.setdefault(("action", *parts), chain("action", *parts)))
         returned = self._once("return of the schedule", self._returned())
         return [begins, *_counted(found, _period(listed, 2 * len(self.chunks))), *sent, returned]
 
-    def _chained(self, parts: Sequence[Stretch]) -> Stretch:
-        """Parts in order; equal ones are one object."""
-        key = "action", tuple(parts)
-        if key not in self.made:
-            self.made[key] = chain("action", *parts)
-        return self.made[key]
+    def _early(self, listed: Sequence[Action]) -> set[int]:
+        """The places of the actions before which the next tensor is received."""
+        if not self.receives_early:
+            return set()
+        kinds = [action.kind for action in listed]
+        n_warmup, flush = kinds.index("backward") - 1, len(kinds) - kinds[::-1].index("forward")
+        warm_up = range(0 if self.chunks[0].first else n_warmup)
+        return {*warm_up, *range(len(kinds) if self.chunks[-1].last else flush, len(kinds))}
 
     def _releases(self, local: int) -> bool:
         return False
@@ -292,7 +326,7 @@ class _Interleaved(_OneForwardOneBackward):
         self.received_forwards[local] += 1
         yield from allocs(self.chunks[local].input)
         self.refs.counts[received] += 1
-        if not self.went_back:
+        if not (self.went_back or self.receives_early):
             yield from self.refs.bind("input_tensor", received)
 
     def _receive_grad(self, local: int) -> Iterator[Event]:

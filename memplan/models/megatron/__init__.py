@@ -7,10 +7,12 @@ Read from NVIDIA/Megatron-LM at 6e091e1b68 (May 2026) and Transformer Engine 2.8
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.conversion import configured, gpt_model
 from memplan.models.megatron.experts import MoE, kept_by_dispatcher
+from memplan.models.megatron.latent import MLA
 from memplan.models.megatron.model import EXPERTS, WORDS, GPTModel
 
 __all__ = [
     "EXPERTS",
+    "MLA",
     "WORDS",
     "GPTModel",
     "MoE",

@@ -12,7 +12,7 @@ from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.layers import Norm
 from memplan.record import ComputeKind
 from memplan.shapes import BOOL, FP32, INT64, UINT8, DType, Shape
-from memplan.tape import Grads, Node, Saved, Tape, Tensor
+from memplan.tape import Grads, Saved, Source, Tape, Tensor
 
 
 class Heads(NamedTuple):
@@ -31,15 +31,15 @@ class Heads(NamedTuple):
 class Qkv(NamedTuple):
     """Queries, keys and values as attention takes them.
 
-    `node` takes the gradient of the product that they were cut from, of shape `whole`; `separate`: they are
-    tensors of their own, whose gradients are put together.
+    The node takes the gradient of the product that they were cut from, of shape `whole`; None: three nodes
+    take their gradients. `separate`: they are tensors of their own, whose gradients are put together.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    node: Node
-    whole: Shape
+    nodes: tuple[Source, ...]
+    whole: Shape | None
     separate: bool
 
 
@@ -57,7 +57,7 @@ def split_qkv(mixed: Tensor, heads: Heads) -> Qkv:
     q = part(heads.n)
     if heads.grouped:
         q = tape.new("queries", q.shape, dtype)
-    return Qkv(q, part(heads.groups), part(heads.groups), node, mixed.shape, heads.grouped)
+    return Qkv(q, part(heads.groups), part(heads.groups), (node,), mixed.shape, heads.grouped)
 
 
 def with_positions(qkv: Qkv, width: int, *, fused: bool) -> Qkv:
@@ -67,21 +67,34 @@ def with_positions(qkv: Qkv, width: int, *, fused: bool) -> Qkv:
 
     Source: megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb.
     """
-    q, k, v, node, whole, _ = qkv
+    q, k, v, nodes, whole, _ = qkv
     del qkv
     tape = q.tape
-    angles = (q.shape[1], 1, 1, width)
 
     def turned(x: Tensor) -> tuple[Tensor, Saved]:
-        saved: Saved = ()
-        if not fused:
-            saved = tape.new("cosines", angles, x.dtype), tape.new("sines", angles, x.dtype)
+        saved = () if fused else _angles(x, width)
         return tape.new("turned by position", x.shape, x.dtype), saved
 
     q, of_q = turned(q)
     k, of_k = turned(k)
-    node = tape.node((node,), (*of_q, *of_k), lambda grad, saved: (grad,))
-    return Qkv(q, k, v, node, whole, True)
+    node = tape.node(nodes, (*of_q, *of_k), lambda grad, saved: (grad,))
+    return Qkv(q, k, v, (node,), whole, True)
+
+
+def with_angles(x: Tensor, width: int) -> Tensor:
+    """x turned by its positions without the fused kernel: a new tensor, which saves cosines and sines."""
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.tape.new("grad", shape, dtype),)
+
+    saved = _angles(x, width)
+    return tape.new("turned by position", shape, dtype, tape.node((x.node,), saved, backward))
+
+
+def _angles(x: Tensor, width: int) -> Saved:
+    shape = x.shape[1], 1, 1, width
+    return x.tape.new("cosines", shape, x.dtype), x.tape.new("sines", shape, x.dtype)
 
 
 def with_norms(qkv: Qkv, config: TransformerConfig) -> Qkv:
@@ -89,7 +102,7 @@ def with_norms(qkv: Qkv, config: TransformerConfig) -> Qkv:
 
     Source: megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors (`q_layernorm`).
     """
-    q, k, v, node, whole, _ = qkv
+    q, k, v, nodes, whole, _ = qkv
     del qkv
     tape, shapes, dtype = q.tape, (q.shape, k.shape), q.dtype
     norms = [Norm(x, f"self_attention.{name}_layernorm.", config) for x, name in ((q, "q"), (k, "k"))]
@@ -103,8 +116,8 @@ def with_norms(qkv: Qkv, config: TransformerConfig) -> Qkv:
             return grad, *[grad for one in norms for grad in one.backward(tape)[1]]
 
     weights = [tape.weight(parameter).node for one in norms for parameter in one.parameters]
-    node = tape.node((node, *weights), (q, k, *of_q, *of_k), backward)
-    return Qkv(new_q, new_k, v, node, whole, True)
+    node = tape.node((*nodes, *weights), (q, k, *of_q, *of_k), backward)
+    return Qkv(new_q, new_k, v, (node,), whole, True)
 
 
 def made_contiguous(qkv: Qkv, *, transposes: bool) -> Qkv:
@@ -118,10 +131,10 @@ def made_contiguous(qkv: Qkv, *, transposes: bool) -> Qkv:
         again = transposes and x.shape[0] > 1
         return x.tape.new("contiguous", x.shape, x.dtype) if x.is_view or again else x
 
-    q, k, v, node, whole, _ = qkv
+    q, k, v, nodes, whole, _ = qkv
     del qkv
     q, k, v = copy(q), copy(k), copy(v)
-    return Qkv(q, k, v, node, whole, True)
+    return Qkv(q, k, v, nodes, whole, True)
 
 
 def attended(
@@ -132,16 +145,16 @@ def attended(
     """An attention kernel's output (batch, seq, heads x d_head); saves q, k, v, and what `compute` returns.
 
     Backward makes the gradients of all three: in one piece if they are views of one product; else they are
-    then put together in a copy.
+    then put together in a copy, if they were cut from one.
     """
-    q, k, v, node, whole, separate = qkv
+    q, k, v, nodes, whole, separate = qkv
     del qkv
     tape, dtype = q.tape, q.dtype
     shapes = q.shape, k.shape, v.shape
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         tape = grad.tape
-        if not separate:
+        if whole and not separate:
             mixed = tape.new("grad of queries, keys and values", whole, dtype)
             scratch(tape)
             return (mixed,)
@@ -149,11 +162,13 @@ def attended(
             for name, shape in zip(("queries", "keys", "values"), shapes, strict=True):
                 parts.new(f"grad of {name}", shape, dtype)
             scratch(tape)
+            if whole is None:
+                return parts.handed_over()
             return (tape.new("grad of queries, keys and values", whole, dtype),)
 
     y, saved = compute()
     tape.computed(ComputeKind.ATTENTION, shapes, q.shape, dtype)
-    y.node = tape.node((node,), (q, k, v, *saved), backward)
+    y.node = tape.node(nodes, (q, k, v, *saved), backward)
     y.node.computes(ComputeKind.ATTENTION, shapes, 0)
     return y
 
@@ -168,7 +183,7 @@ def fused_attention(qkv: Qkv, p: float) -> Tensor:
     if qkv.separate:
         qkv = made_contiguous(qkv, transposes=False)
     tape, q, k, dtype = qkv.q.tape, qkv.q.shape, qkv.k.shape, qkv.q.dtype
-    batch, seq, n, width = q
+    (batch, seq, n, _), width = q, qkv.v.shape[-1]
 
     def compute() -> tuple[Tensor, Saved]:
         y = tape.new("attention", (batch, seq, n * width), dtype)
@@ -241,10 +256,10 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
     """
     if qkv.separate and config.transformer_impl == "transformer_engine":
         qkv = made_contiguous(qkv, transposes=False)
-    tape, (batch, seq, n, width), dtype = qkv.q.tape, qkv.q.shape, qkv.q.dtype
-    scores, context = (batch, n, seq, seq), (batch, seq, n * width)
-    shapes, node, whole = (qkv.q.shape, qkv.k.shape, qkv.v.shape), qkv.node, qkv.whole
-    q, k, v = qkv.q, qkv.k, qkv.v
+    tape, (batch, seq, n, _), dtype = qkv.q.tape, qkv.q.shape, qkv.q.dtype
+    scores, context = (batch, n, seq, seq), (batch, seq, n * qkv.v.shape[-1])
+    q, k, v, nodes, whole, _ = qkv
+    shapes = q.shape, k.shape, v.shape
     del qkv
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
@@ -259,9 +274,12 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
                     of_scores.new("grad of scores", scores, dtype)
                 parts.new("grad of queries", shapes[0], dtype)
                 parts.new("grad of keys", shapes[0], dtype)
+            if whole is None:
+                of_v, *of_others = parts.handed_over()
+                return *of_others, of_v
             return (tape.new("grad of queries, keys and values", whole, dtype),)
 
-    v_shape = shapes[0]
+    v_shape = *shapes[0][:-1], shapes[2][-1]
     if heads.grouped:
         k, v = (tape.new(f"repeated {name}", shapes[0], dtype) for name in ("keys", "values"))
     softmax, dropped = _softmax(tape, scores, p, dtype, config)
@@ -269,7 +287,7 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
         before.new("attention", context, dtype)
         y = tape.new("attention, transposed", context, dtype)
     tape.computed(ComputeKind.ATTENTION, shapes, shapes[0], dtype)
-    y.node = tape.node((node,), (q, k, v, softmax, *dropped), backward)
+    y.node = tape.node(nodes, (q, k, v, softmax, *dropped), backward)
     y.node.computes(ComputeKind.ATTENTION, shapes, 0)
     return y
 

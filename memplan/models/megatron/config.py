@@ -9,8 +9,10 @@ class TransformerConfig(NamedTuple):
     `tp` and `cp` are `tensor_model_parallel_size` and `context_parallel_size`; this is `cp_rank`, and
     `cp_all_to_all` ranks exchange heads. `attention_backend` is the one that is taken ("flash", "fused",
     "unfused" or "local"); `vocab_multiple` is the argument `make_vocab_size_divisible_by`;
-    `cross_entropy_loss_fusion`: by Transformer Engine. `ep` ranks have different experts, each of which `etp`
-    ranks divide (`expert_model_parallel_size`, `expert_tensor_parallel_size`).
+    `recompute_modules` are computed again in the backward pass, and with `recomputes_mtp` the depths of
+    multi-token prediction. `cross_entropy` is the fused loss ("native" or "te"; empty: none). `ep` ranks have
+    different experts, each of which `etp` ranks divide (`expert_model_parallel_size`,
+    `expert_tensor_parallel_size`).
     """
 
     tp: int = 1
@@ -27,8 +29,10 @@ class TransformerConfig(NamedTuple):
     transformer_impl: str = "transformer_engine"
     attention_backend: str = "fused"
     gradient_accumulation_fusion: bool = True
-    cross_entropy_loss_fusion: bool = False
+    cross_entropy: str = ""
     create_attention_mask_in_dataloader: bool = True
     deterministic_mode: bool = False
+    recompute_modules: frozenset[str] = frozenset()
+    recomputes_mtp: bool = False
     vocab_multiple: int = 128
     release: tuple[int, int] = (0, 18)

@@ -1,6 +1,7 @@
 """Models of Hugging Face as Megatron's GPTModel, as Megatron-Bridge converts them.
 
-Source: megatron.bridge.models: the bridges of Llama, Mistral, Mixtral, Qwen 2, Qwen 3 and Qwen 3 MoE.
+Source: megatron.bridge.models: the bridges of Llama, Mistral, Mixtral, Qwen 2, Qwen 3, Qwen 3 MoE
+and DeepSeek-V3.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from memplan.models.base import Model
 from memplan.models.decoders import GptDecoder
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.experts import MoE
+from memplan.models.megatron.latent import MLA
 from memplan.models.megatron.model import GPTModel
 
 SIZES: Final = (
@@ -42,6 +44,8 @@ def gpt_model(model: Model) -> GPTModel:
     values = model.config_values() or {}
     if values.get("model_type") in MIXTURES:
         return _mixture(model, values)
+    if values.get("model_type") == "deepseek_v3":
+        return _deepseek_v3(model, values)
     windowed = 0 < known.get("window", 0) < model.max_seq_len
     if model.family in ROTARY_FAMILIES and not windowed:
         biases = known.get("attention_bias", False) or model.family == "qwen2"
@@ -53,7 +57,8 @@ def gpt_model(model: Model) -> GPTModel:
         )
     raise MissingRule(
         f"engine='megatron' has no rule for {model.name} of the family {model.family}; use a GPT, a Llama, a "
-        "Mistral without a window, a Mixtral, a Qwen 2 or 3, or Megatron's own arguments (--megatron).",
+        "Mistral without a window, a Mixtral, a Qwen 2 or 3, a DeepSeek-V3, or Megatron's own arguments "
+        "(--megatron).",
         kind="a model that the Megatron engine does not build",
     )
 
@@ -77,19 +82,62 @@ def _mixture(model: Model, values: Mapping[str, Any]) -> GPTModel:
     )
     n_heads = values["num_attention_heads"]
     return _rotary(
-        name=model.name,
-        d_model=values["hidden_size"],
-        max_seq_len=values["max_position_embeddings"],
-        n_layers=n_layers,
-        n_heads=n_heads,
+        **_sizes(model, values),
         n_kv_heads=values.get("num_key_value_heads") or n_heads,
         d_head=values.get("head_dim") or values["hidden_size"] // n_heads,
-        d_ff=values["intermediate_size"],
-        vocab_size=values["vocab_size"],
         tied_head=values.get("tie_word_embeddings", False),
         add_qkv_bias=values.get("attention_bias", False),
         qk_layernorm=is_qwen,
         moe=experts,
+    )
+
+
+def _sizes(model: Model, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that have the same names in each config.json."""
+    return {
+        "name": model.name,
+        "d_model": values["hidden_size"],
+        "max_seq_len": model.max_seq_len,
+        "n_layers": values["num_hidden_layers"],
+        "n_heads": values["num_attention_heads"],
+        "d_ff": values["intermediate_size"],
+        "vocab_size": values["vocab_size"],
+    }
+
+
+def _deepseek_v3(model: Model, values: Mapping[str, Any]) -> GPTModel:
+    """DeepSeek-V3 with these values of its config.json, multi-token prediction included."""
+    n_dense, width = values["first_k_dense_replace"], values["moe_intermediate_size"]
+    mla = MLA(
+        q_lora_rank=values.get("q_lora_rank") or 0,
+        kv_lora_rank=values["kv_lora_rank"],
+        qk_head_dim=values["qk_nope_head_dim"],
+        qk_pos_emb_head_dim=values["qk_rope_head_dim"],
+        v_head_dim=values["v_head_dim"],
+    )
+    experts = MoE(
+        num_experts=model.n_experts,
+        ffn_hidden_size=width,
+        router_topk=values["num_experts_per_tok"],
+        layer_freq=tuple([int(i >= n_dense) for i in range(values["num_hidden_layers"])]),
+        shared_expert_intermediate_size=width * values["n_shared_experts"],
+        router_load_balancing_type="seq_aux_loss",
+        aux_loss_coeff=1e-4,
+        router_score_function="sigmoid",
+        router_pre_softmax=True,
+        router_enable_expert_bias=True,
+        router_in_fp32=True,
+    )
+    return _rotary(
+        **_sizes(model, values),
+        n_kv_heads=values["num_attention_heads"],
+        d_head=mla.width,
+        tied_head=False,
+        rope_fusion=False,
+        qk_layernorm=True,
+        mla=mla,
+        moe=experts,
+        mtp_num_layers=values.get("num_nextn_predict_layers") or 0,
     )
 
 

@@ -8,14 +8,21 @@ Neglects: what the router allocates for a moment, which is smaller than what its
 Source: megatron.core.transformer.moe.moe_layer:MoELayer.forward.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
 from memplan.mesh import TIMES, with_several
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.fusions import bias_gelu, bias_swiglu
-from memplan.models.megatron.layers import column_parallel_linear, gemm, operands_of, row_parallel_linear
+from memplan.models.megatron.layers import (
+    column_parallel_linear,
+    concatenated,
+    gemm,
+    operands_of,
+    row_parallel_linear,
+    split,
+)
 from memplan.record import CollectiveKind, ComputeKind
 from memplan.shapes import BOOL, FP32, INT32, INT64, Buffer, DType, Shape, buffer_of, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
@@ -109,7 +116,12 @@ def moe_layer(h: Tensor, moe: MoE, config: TransformerConfig, *, swiglu: bool) -
     shared = None
     if moe.shared_expert_intermediate_size:
         width = moe.shared_expert_intermediate_size // config.tp
-        shared = shared_experts(h, width, config, swiglu=swiglu)
+
+        def of_shared(h: Tensor) -> Tensor:
+            return shared_experts(h, width, config, swiglu=swiglu)
+
+        again = "shared_experts" in config.recompute_modules
+        shared = h.tape.recomputed(of_shared, h) if again else of_shared(h)
     tokens = Tensor(h.tape, (n.n_tokens, shape[-1]), h.dtype, h.storage, h.node, True)
     mixed = by_all_gather if config.moe_token_dispatcher_type == "allgather" else by_all_to_all
     y = mixed(tokens, router(h, moe, n), moe, n, config, swiglu=swiglu).view(*shape)
@@ -416,7 +428,7 @@ def experts(
     n_out = 2 * width if swiglu else width
     if config.moe_grouped_gemm:
         y = grouped_linear(x, "mlp.experts.linear_fc1", n_out, n, alone)
-        return grouped_linear(activated(y, probs, swiglu=swiglu), "mlp.experts.linear_fc2", hidden, n, alone)
+        return grouped_output(y, probs, hidden, n, alone, swiglu=swiglu)
 
     def expert(i: int, rows: Tensor, own: Tensor) -> Tensor:
         name = f"mlp.experts.local_experts.{i}.linear_fc"
@@ -425,9 +437,26 @@ def experts(
 
     if n.n_own_experts == 1:
         return expert(0, x, probs)
-    rows, own = split(x, n.of_experts), split(probs, n.of_experts)
+    rows, own = (split(one, [(n_rows, *one.shape[1:]) for n_rows in n.of_experts]) for one in (x, probs))
     del x, probs
-    return concatenated([expert(i, *both) for i, both in enumerate(zip(rows, own, strict=True))])
+    outputs = [expert(i, *both) for i, both in enumerate(zip(rows, own, strict=True))]
+    return concatenated(outputs, (n.n_own, hidden), "outputs of all experts")
+
+
+def grouped_output(
+    x: Tensor, probs: Tensor, n_out: int, n: Routed, config: TransformerConfig, *, swiglu: bool
+) -> Tensor:
+    """The activation of each row times its prob, and the second product, which alone has saved the former.
+
+    Source: megatron.core.transformer.moe.experts:TEGroupedMLP.forward.
+    """
+    name = "mlp.experts.linear_fc2"
+    if "moe_act" not in config.recompute_modules:
+        return grouped_linear(activated(x, probs, swiglu=swiglu), name, n_out, n, config)
+    (h,), region = x.tape.computed_again(lambda x: (activated(x, probs, swiglu=swiglu),), x)
+    y = grouped_linear(h, name, n_out, n, config)
+    x.tape.discard((h,), region, y)
+    return y
 
 
 def activated(x: Tensor, probs: Tensor, *, swiglu: bool) -> Tensor:
@@ -453,38 +482,6 @@ def activated(x: Tensor, probs: Tensor, *, swiglu: bool) -> Tensor:
     y = bias_gelu(x, None)
     node = tape.node((y.node, probs.node), (y, probs), of_product)
     return tape.cast(tape.new("weighted GELU", (n, width), wide, node), dtype)
-
-
-def split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Views of x, with `sizes` rows each; the backward pass concatenates their gradients."""
-    tape, shape, dtype = x.tape, x.shape, x.dtype
-    waiting: list[Tensor] = []
-
-    def view(i: int, n: int) -> Tensor:
-        def backward(grad: Tensor, saved: Saved) -> Grads:
-            waiting.append(grad)
-            if i:
-                return (None,)
-            whole = grad.tape.new("gradients of all parts", shape, dtype)
-            waiting.clear()
-            return (whole,)
-
-        node = tape.node((x.node,), (), backward)
-        return Tensor(tape, (n, *shape[1:]), dtype, x.storage, node, True)
-
-    return [view(i, n) for i, n in enumerate(sizes)]
-
-
-def concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all parts; their gradients are views of its own."""
-    tape, dtype, width = parts[0].tape, parts[0].dtype, parts[0].shape[-1]
-    sizes = [part.shape[0] for part in parts]
-
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        return tuple([Tensor(grad.tape, (n, width), dtype, grad.storage, None, True) for n in sizes])
-
-    node = tape.node(tuple([part.node for part in parts]), (), backward)
-    return tape.new("outputs of all experts", (sum(sizes), width), dtype, node)
 
 
 def grouped_linear(x: Tensor, name: str, n_out: int, n: Routed, config: TransformerConfig) -> Tensor:

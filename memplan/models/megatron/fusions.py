@@ -2,7 +2,7 @@
 
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.layers import expanded_bias, node_of, sent
-from memplan.shapes import BOOL, FP32, INT64, Parameter
+from memplan.shapes import BF16, BOOL, FP32, INT64, Parameter
 from memplan.tape import Expanded, Grads, Saved, Tensor
 
 
@@ -110,6 +110,41 @@ def vocab_parallel_cross_entropy(logits: Tensor, config: TransformerConfig) -> T
     return loss
 
 
+def compiled_parallel_cross_entropy(logits: Tensor, config: TransformerConfig) -> Tensor:
+    """Megatron's fused loss, as Inductor compiles it: saves the probabilities in float32.
+
+    Each pass makes a copy of them: Inductor's code for PyTorch 2.13 writes the exponentials into a buffer of
+    their own, and subtracts the targets out of place. The gradient is in bfloat16.
+
+    Source: megatron.core.fusions.fused_cross_entropy:_VocabParallelCrossEntropy.
+    """
+    tape, shape = logits.tape, logits.shape
+    tokens = shape[:-1]
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        with grad.tape.workspace() as local:
+            local.new("probabilities less targets", shape, FP32)
+            return (grad.tape.new("grad", shape, BF16),)
+
+    with tape.workspace() as frame:
+        frame.new("labels, transposed", tokens, INT64)
+        wide = tape.new("logits as float32", shape, FP32)
+        frame.new("maxima", tokens, FP32)
+        mask = tape.new("target mask", tokens, BOOL)
+        target = tape.new("masked target", tokens, INT64)
+        with tape.workspace() as local:
+            for name in ("predicted logits", "predicted logits of own rows"):
+                local.new(name, tokens, FP32)
+            frame.new("predicted logits and sums of exponentials", (2, *tokens), FP32)
+            local.new("exponentials", shape, FP32)
+        if config.tp > 1:
+            sent(tape, "all_reduce", "maxima of logits", tokens, FP32)
+            sent(tape, "all_reduce", "predicted logits and sums", (2, *tokens), FP32)
+        loss = tape.new("losses", tokens, FP32)
+        loss.node = tape.node((logits.node,), (wide, mask, target), backward)
+    return loss
+
+
 def te_parallel_cross_entropy(logits: Tensor, config: TransformerConfig) -> Tensor:
     """Transformer Engine's: its forward pass writes the gradient into the logits, which are all it saves.
 
@@ -145,3 +180,31 @@ def masked_loss(losses: Tensor) -> Tensor:
     with tape.workspace() as products:
         products.new("masked losses", shape, FP32)
         return tape.new("loss", (), FP32, tape.node((losses.node,), (), backward))
+
+
+def token_losses(losses: Tensor) -> Tensor:
+    """The tokens' losses times the loss mask and the weight of a depth of multi-token prediction.
+
+    Source: megatron.core.transformer.multi_token_prediction:process_mtp_loss.
+    """
+    tape, shape = losses.tape, losses.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return (grad.tape.new("grad of losses", shape, FP32),)
+
+    node = tape.node((losses.node,), (), backward)
+    return tape.new("weighted losses", shape, FP32, node)
+
+
+def with_loss_beside(h: Tensor, losses: Tensor) -> Tensor:
+    """h itself, whose backward pass begins that of the losses too.
+
+    Source: megatron.core.transformer.multi_token_prediction:MTPLossAutoScaler.
+    """
+    shape = losses.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return grad, grad.tape.new("grad of weighted losses", shape, FP32)
+
+    node = h.tape.node((h.node, losses.node), (losses,), backward)
+    return Tensor(h.tape, h.shape, h.dtype, h.storage, node, h.is_view)

@@ -5,6 +5,8 @@ Under sequence parallelism `seq` is this rank's part between layers. Each operat
 function allocates, saves and sends.
 """
 
+from collections.abc import Sequence
+
 from memplan.models.megatron.config import TransformerConfig
 from memplan.record import CollectiveKind, ComputeKind
 from memplan.shapes import BOOL, FP32, INT64, DType, Parameter, Shape, n_elements
@@ -374,6 +376,72 @@ def scatter_to_sequence_parallel_region(x: Tensor, config: TransformerConfig) ->
     node = x.tape.node((x.node,), (), backward)
     part = (batch, seq // config.tp, width)
     return x.tape.new("part of the sequence", part, dtype, node)  # clone_scatter_output_in_embedding
+
+
+def split(x: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """Views of parts of x with these shapes; the backward pass concatenates their gradients.
+
+    Source: torch:split.
+    """
+    tape, whole, dtype = x.tape, x.shape, x.dtype
+    waiting: list[Tensor] = []
+
+    def view(i: int, shape: Shape) -> Tensor:
+        def backward(grad: Tensor, saved: Saved) -> Grads:
+            waiting.append(grad)
+            if i:
+                return (None,)
+            both = grad.tape.new("gradients of all parts", whole, dtype)
+            waiting.clear()
+            return (both,)
+
+        node = tape.node((x.node,), (), backward)
+        return Tensor(tape, shape, dtype, x.storage, node, True)
+
+    return [view(i, shape) for i, shape in enumerate(shapes)]
+
+
+def concatenated(parts: Sequence[Tensor], shape: Shape, name: str) -> Tensor:
+    """All parts as one new tensor of this shape; their gradients are views of its own.
+
+    Source: torch:cat.
+    """
+    tape, dtype, shapes = parts[0].tape, parts[0].dtype, [part.shape for part in parts]
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        return tuple([Tensor(grad.tape, own, dtype, grad.storage, None, True) for own in shapes])
+
+    return tape.new(name, shape, dtype, tape.node(tuple([part.node for part in parts]), (), backward))
+
+
+def gathered_features(x: Tensor, config: TransformerConfig) -> Tensor:
+    """The features of all tensor ranks, and under sequence parallelism this rank's part of the sequence.
+
+    The part is a view of the whole.
+
+    Source: megatron.core.tensor_parallel.mappings:gather_from_tensor_model_parallel_region,
+    megatron.core.tensor_parallel.mappings:scatter_to_sequence_parallel_region.
+    """
+    if config.tp == 1:
+        return x
+    tape, shape, dtype = x.tape, x.shape, x.dtype
+    batch, seq, width = *shape[:-1], shape[-1] * config.tp
+    whole, part = (batch, seq, width), (batch, seq // config.tp, width)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape = grad.tape
+        with tape.workspace() as of_all:
+            if config.sequence_parallel:
+                of_all.new("gathered gradient", whole, dtype)
+                sent(tape, "all_gather", "gradient of the projection", whole, dtype)
+            return (tape.new("gradient of own features", shape, dtype),)
+
+    with tape.workspace() as received:
+        received.new("features of all ranks", whole, dtype)
+        sent(tape, "all_gather", "features", whole, dtype)
+        y = tape.new("gathered features", whole, dtype)
+    y.node = tape.node((x.node,), (), backward)
+    return Tensor(tape, part, dtype, y.storage, y.node, True) if config.sequence_parallel else y
 
 
 def expanded_bias(grad: Tensor, n: int, dtype: DType) -> Expanded:

@@ -13,30 +13,52 @@ from memplan.models.megatron.fusions import (
     bias_dropout_add,
     bias_gelu,
     bias_swiglu,
+    compiled_parallel_cross_entropy,
     dropout,
     masked_loss,
     te_parallel_cross_entropy,
+    token_losses,
     vocab_parallel_cross_entropy,
+    with_loss_beside,
+)
+from memplan.models.megatron.latent import (
+    MLA,
+    Compressed,
+    compressed,
+    latent_buffers,
+    latent_qkv,
+    up_projected,
 )
 from memplan.models.megatron.layers import (
     column_linear,
+    concatenated,
+    gathered_features,
     norm,
     position_embedding,
     row_parallel_linear,
     scatter_to_sequence_parallel_region,
+    split,
+    te_column_linear,
     te_norm_column_linear,
     transposed,
     vocab_parallel_embedding,
 )
 from memplan.models.megatron.ring import ring_attention
-from memplan.shapes import FP32, Buffer, Parameter, buffer_of
-from memplan.tape import Tensor
+from memplan.shapes import FP32, INT64, Buffer, DType, Parameter, buffer_of
+from memplan.tape import Region, Saved, Tensor
 
 WORDS: Final = "embedding.word_embeddings.weight"
 """The table of word embeddings, which a tied output layer shares."""
 
 EXPERTS: Final = "layers with experts"
 """The kind of layers that have a mixture of experts; the others are `BLOCKS`."""
+
+LOSSES: Final = {
+    "": vocab_parallel_cross_entropy,
+    "native": compiled_parallel_cross_entropy,
+    "te": te_parallel_cross_entropy,
+}
+"""The losses by the implementation that fuses them."""
 
 DEFAULT_CONFIG: Final = TransformerConfig()
 """Megatron's defaults, on one rank."""
@@ -56,6 +78,7 @@ class GPTModel(Decoder):
     code: ClassVar[str] = "Megatron-Core"
     module_order: ClassVar[tuple[str, ...]] = (
         "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv",
+        "self_attention.linear_q_", "self_attention.linear_kv_",
         "self_attention.q_layernorm", "self_attention.k_layernorm",
         "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
         "mlp.router", "mlp.experts", "mlp.shared_experts", "",
@@ -70,7 +93,9 @@ class GPTModel(Decoder):
     rope_fusion: bool = True
     qk_layernorm: bool = False
     attention_dropout: float = 0.0
+    mla: MLA | None = None
     moe: MoE | None = None
+    mtp_num_layers: int = 0
     config: TransformerConfig = DEFAULT_CONFIG
 
     def __post_init__(self) -> None:
@@ -119,12 +144,23 @@ class GPTModel(Decoder):
 
         Source: megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.
         """
-        if self.position_embedding_type != "rope":
+        if self.position_embedding_type != "rope" or self.mla:
             return ()
         return (
             buffer_of("rotary inverse frequencies", (self.rotary_width // 2,), FP32),
             buffer_of("rotary angles", (seq_len, 1, 1, self.rotary_width), FP32),
         )
+
+    def layer_buffers(self, seq_len: int, dtype: DType) -> tuple[Buffer, ...]:
+        """The buffers that each layer has: those of the positions of multi-latent attention."""
+        if self.mla is None:
+            return ()
+        return tuple(latent_buffers(self.mla, seq_len, dtype, self.config, fused=self.fuses_rope))
+
+    @property
+    def fuses_rope(self) -> bool:
+        """Whether positions are applied by fused kernels: never without `--position-embedding-type rope`."""
+        return self.rope_fusion and self.position_embedding_type == "rope"
 
     @property
     def rotary_width(self) -> int:
@@ -168,7 +204,37 @@ class GPTModel(Decoder):
         y = row_parallel_linear(x, name, self.d_model, self.config)
         return y, x.tape.parameter(f"{name}.bias", (self.d_model,)) if self.add_bias_linear else None
 
+    def _latent_attention(self, x: Tensor, mla: MLA) -> Tensor:
+        n_heads, config, tape = self.heads.n, self.config, x.tape
+        h, normed = self._norm(x, "input_layernorm")
+        q, kv, k_pos = compressed(h, mla, config)
+
+        def up(states: Tensor) -> Saved:
+            own = Compressed(states, kv, k_pos)
+            return up_projected(own, mla, n_heads, config, norms=self.qk_layernorm, fused=self.fuses_rope)
+
+        if "mla_up_proj" in config.recompute_modules:
+            made, region = tape.computed_again(up, q)
+            y = self._core_attention(latent_qkv(made), self.heads)
+            tape.discard(made, region, y)
+        else:
+            made = up(q)
+            y = self._core_attention(latent_qkv(made), self.heads)
+        y, of_bias = self._row(y, "self_attention.linear_proj")
+        del made
+        discard(h, normed, y)
+        return bias_dropout_add(y, of_bias, x, self.dropout)
+
+    def _norm(self, x: Tensor, name: str) -> tuple[Tensor, Region | None]:
+        """A norm of its own, and what computes it again if its output is to be discarded."""
+        if "layernorm" not in self.config.recompute_modules:
+            return norm(x, name, self.config), None
+        (h,), region = x.tape.computed_again(lambda y: (norm(y, name, self.config),), x)
+        return h, region
+
     def _attention(self, x: Tensor, *, with_te: bool) -> Tensor:
+        if self.mla is not None:
+            return self._latent_attention(x, self.mla)
         heads, name = self.heads, "self_attention.linear_qkv"
         width = (heads.n + 2 * heads.groups) * heads.width
         bias = self.add_bias_linear or self.add_qkv_bias
@@ -184,6 +250,11 @@ class GPTModel(Decoder):
         return bias_dropout_add(y, of_bias, x, self.dropout)
 
     def _core_attention(self, qkv: core.Qkv, heads: core.Heads) -> Tensor:
+        if "core_attn" in self.config.recompute_modules:
+            return qkv.q.tape.recomputed(lambda q: self._attended(qkv._replace(q=q), heads), qkv.q)
+        return self._attended(qkv, heads)
+
+    def _attended(self, qkv: core.Qkv, heads: core.Heads) -> Tensor:
         config = self.config
         if config.cp > 1:
             return ring_attention(qkv, self.attention_dropout, config)
@@ -196,26 +267,96 @@ class GPTModel(Decoder):
     def _mlp(self, x: Tensor, *, with_te: bool) -> Tensor:
         tp, tape, name = self.config.tp, x.tape, "mlp.linear_fc1"
         n_out = self.d_ff // tp * (2 if self.swiglu else 1)
-        h = self._column(x, "pre_mlp_layernorm", name, n_out, bias=False, with_te=with_te)
-        bias = tape.parameter(f"{name}.bias", (n_out,)) if self.add_bias_linear else None
-        h = (bias_swiglu if self.swiglu else bias_gelu)(h, bias)
-        y, of_bias = self._row(h, "mlp.linear_fc2")
-        return bias_dropout_add(y, of_bias, x, self.dropout)
+        bias = tape.parameter("mlp.linear_fc2.bias", (self.d_model,)) if self.add_bias_linear else None
+
+        def mlp(x: Tensor) -> Tensor:
+            h = self._column(x, "pre_mlp_layernorm", name, n_out, bias=False, with_te=with_te)
+            of_fc1 = tape.parameter(f"{name}.bias", (n_out,)) if self.add_bias_linear else None
+            h = (bias_swiglu if self.swiglu else bias_gelu)(h, of_fc1)
+            return row_parallel_linear(h, "mlp.linear_fc2", self.d_model, self.config)
+
+        y = tape.recomputed(mlp, x) if "mlp" in self.config.recompute_modules else mlp(x)
+        return bias_dropout_add(y, bias, x, self.dropout)
 
     def _experts(self, x: Tensor, moe: MoE) -> Tensor:
-        h = norm(x, "pre_mlp_layernorm", self.config)
-        y = moe_layer(h, moe, self.config, swiglu=self.swiglu)
+        h, normed = self._norm(x, "pre_mlp_layernorm")
+
+        def mixture(h: Tensor) -> Tensor:
+            return moe_layer(h, moe, self.config, swiglu=self.swiglu)
+
+        y = x.tape.recomputed(mixture, h) if "moe" in self.config.recompute_modules else mixture(h)
+        discard(h, normed, y)
+        del h
         return bias_dropout_add(y, None, x, self.dropout)
 
     def head(self, x: Tensor) -> Tensor:
-        tape, config = x.tape, self.config
-        h = norm(x, "decoder.final_layernorm", config)
+        h = norm(x, "decoder.final_layernorm", self.config)
+        if self.mtp_num_layers:
+            h = self._predict_more_tokens(h)
+        return self._logits(h)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        tape, config = h.tape, self.config
         name = WORDS if self.tied_head else "output_layer.weight"
-        shared = name in tape.parameters
+        shared = self.tied_head and name in tape.parameters
         weight = tape.parameter(name, (self.padded_vocab_size // config.tp, self.d_model))
         return column_linear(h, weight, "logits", config, shared=shared)
 
+    def _predict_more_tokens(self, h: Tensor) -> Tensor:
+        """The hidden states h, whose gradient brings along the losses of multi-token prediction.
+
+        Neglects: the rolled tokens, labels and loss masks.
+
+        Source: megatron.core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward,
+        megatron.core.transformer.multi_token_prediction:process_mtp_loss.
+        """
+        tape, found, x = h.tape, [h], h
+        for depth in range(self.mtp_num_layers):
+            embedded = self.embed(Tensor(tape, x.shape[:-1], INT64))
+            with tape.named(f"mtp.layers.{depth}"):
+                x = self._predict_next(x, embedded)
+            del embedded
+            found.append(x)
+        del x, h
+        n = len(found)
+        batch, seq, width = found[0].shape
+        whole = concatenated(found, (batch, n * seq, width), "hidden states of all depths")
+        found.clear()
+        h, *others = split(whole, [(batch, seq, width)] * n)
+        del whole
+        for other in others:
+            h = with_loss_beside(h, token_losses(self._losses(self._logits(other))))
+        return h
+
+    def _predict_next(self, x: Tensor, embedded: Tensor) -> Tensor:
+        """The hidden states of one depth, from those of the depth before and the next tokens' embeddings.
+
+        Source: megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.forward.
+        """
+        if not self.config.recomputes_mtp:
+            return self._depth(x, embedded)
+        return x.tape.recomputed(lambda y: self._depth(y, embedded), x)
+
+    def _depth(self, x: Tensor, embedded: Tensor) -> Tensor:
+        config, width = self.config, self.d_model
+        both = [norm(embedded, "enorm", config), norm(x, "hnorm", config)]
+        del embedded, x
+        h = concatenated(both, (*both[0].shape[:-1], 2 * width), "embeddings and hidden states")
+        both.clear()
+        h = te_column_linear(h, "eh_proj", width // config.tp, config)
+        h = gathered_features(h, config)
+        with h.tape.named("mtp_model_layer"):
+            h = self.block(h, self.layers[-1].kind)
+        return norm(h, "final_layernorm", config)
+
+    def _losses(self, logits: Tensor) -> Tensor:
+        return LOSSES[self.config.cross_entropy](logits, self.config)
+
     def loss(self, logits: Tensor) -> Tensor:
-        fused = self.config.cross_entropy_loss_fusion
-        losses = (te_parallel_cross_entropy if fused else vocab_parallel_cross_entropy)(logits, self.config)
-        return masked_loss(losses)
+        return masked_loss(self._losses(logits))
+
+
+def discard(h: Tensor, region: Region | None, until: Tensor) -> None:
+    """Free what a region computes again, if there is one, until the gradient of `until` is there."""
+    if region is not None:
+        h.tape.discard((h,), region, until)

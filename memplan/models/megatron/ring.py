@@ -31,9 +31,10 @@ def ring_attention(qkv: Qkv, p: float, config: TransformerConfig) -> Tensor:
     fewer heads; another one takes the output back.
     """
     by_flash, exchanged = config.attention_backend == "flash", config.cp_all_to_all
-    q, k, v, node, whole, _ = made_contiguous(qkv, transposes=by_flash)
+    q, k, v, nodes, whole, _ = made_contiguous(qkv, transposes=by_flash)
     del qkv
     tape, dtype, (batch, seq, n, width) = q.tape, q.dtype, q.shape
+    product = whole or ()
     own = batch, seq, n * width
     with tape.workspace() as of_caller:
         if exchanged > 1:
@@ -59,10 +60,10 @@ def ring_attention(qkv: Qkv, p: float, config: TransformerConfig) -> Tensor:
                 own_grads = [Tensor(tape, shape, dtype) for shape in (ring.q, ring.k, ring.k)]
                 for x in exchange(tape, own_grads, exchanged, dtype, heads_out=False):
                     grads.keep(x)
-            return (tape.new("grad of queries, keys and values", whole, dtype),)
+            return (tape.new("grad of queries, keys and values", product, dtype),)
 
     y = y.view(*own)
-    y.node = tape.node((node,), (q, y.detach(), *kept), backward)
+    y.node = tape.node(nodes, (q, y.detach(), *kept), backward)
     if not by_flash or batch == 1:
         return y
     turned = tape.node((y.node,), (), lambda grad, saved: (grad.tape.new("grad, transposed", own, dtype),))
