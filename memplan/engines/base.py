@@ -214,6 +214,8 @@ class Engine(ABC):
     """The views of the mesh that it knows, likewise."""
     ep_beside: ClassVar[tuple[str, ...]] = ()
     """The axes that may have several ranks where experts are divided, beside data-parallel ones."""
+    sharded_beside: ClassVar[tuple[str, ...]] = ("dp_replicate", "cp")
+    """The axes beside whose ranks weights are sharded, by ZeRO 2 or 3."""
     confirmed_gpus: ClassVar[tuple[str, ...]] = ()
     """The GPUs whose software ran the engine's plans without a GPU, and gave its bytes."""
 

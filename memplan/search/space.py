@@ -328,12 +328,19 @@ class _Pipelines:
         zeros, offload, split, _ = self.values.values()
         axes = zeros, offload, split, self.degrees, self.data
         found = [
-            zero in of("zero", _zeros(_sizes(degrees, data)))
+            zero in of("zero", self._zeros(_sizes(degrees, data)))
             and offloaded in of("offload", yes_or_no if zero >= 2 else no)
             and divided in of("sequence_parallel", yes_or_no if _sizes(degrees, data)["tp"] > 1 else no)
             for zero, offloaded, divided, degrees, data in product(*axes)
         ]
         return np.array(found).reshape([len(axis) for axis in axes])
+
+    def _zeros(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The ZeRO stages that make a difference with these ranks."""
+        sharded = ENGINES.named(self.space.base.engine).sharded_beside
+        if any(sizes[axis] > 1 for axis in sharded):
+            return (2, 3)
+        return (0, 1, 2, 3) if _are_several(sizes) else (0,)
 
     def _strays(self, rules: Rules, undivided: Sequence[bool]) -> dict[int, tuple[int, int]]:
         """For each mesh on which no plan can run, the index of its first structure, and the rule."""
@@ -454,12 +461,6 @@ def _sizes(degrees: Sequence[int], data: Iterable[tuple[str, int]]) -> dict[str,
 def _are_several(sizes: Mapping[str, int]) -> bool:
     """Whether there are several ranks between which data parallelism shards."""
     return sizes["dp"] * sizes["cp"] > 1
-
-
-def _zeros(sizes: Mapping[str, int]) -> tuple[int, ...]:
-    if sizes["dp_replicate"] > 1 or sizes["cp"] > 1:
-        return (2, 3)
-    return (0, 1, 2, 3) if _are_several(sizes) else (0,)
 
 
 def refusal(model: Model, base: Plan, values: Mapping[str, Any]) -> MemplanError | None:

@@ -8,11 +8,11 @@ import numpy as np
 from memplan.device import Device
 from memplan.engines.base import DataParallelism, PartCosts, ring_bytes
 from memplan.engines.costs import part_costs
+from memplan.engines.megatron.buffers import state_types
 from memplan.engines.megatron.chunk import PARAMS_DTYPES, ModelChunk
 from memplan.engines.megatron.options import megatron_options
 from memplan.models import Model
 from memplan.plan import Plan, unchecked
-from memplan.shapes import FP16, FP32
 
 
 def megatron_part_costs(model: Model, plan: Plan, device: Device) -> PartCosts:
@@ -50,11 +50,11 @@ def data_parallelism(plan: Plan, elements: Any) -> DataParallelism:
     """
     options, group, n = megatron_options(plan), plan.shard_group, plan.n_shards
     dtype = PARAMS_DTYPES[plan.precision]
-    narrow_grads = dtype == FP16 and not options.accumulate_allreduce_grads_in_fp32
-    weights = elements * dtype.itemsize
-    grads = elements * (dtype if narrow_grads else FP32).itemsize
+    types = state_types(dtype, plan.optimizer, options)
+    weights, grads = elements * dtype.itemsize, elements * types.grads.itemsize
     own = np.where(plan.zero == 1, 1 / np.maximum(n, plan.efsdp), 1.0)
-    kept = elements * own * ((FP32.itemsize if dtype != FP32 else 0) + FP32.itemsize * plan.kept.least_share)
+    of_optimizer = [types.main, *types.moments.values()]
+    kept = elements * own * sum([one.itemsize for one in of_optimizer if one is not None])
     part = (n - 1) / n * (plan.ep == 1)
     reduced, gathered = np.where(plan.zero == 1, 1, 2) * grads * part, (plan.zero == 1) * weights * part
     beside_backward, beside_forward = options.overlap_grad_reduce, options.overlap_param_gather

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
 from typing import Final, NamedTuple
 
+from memplan.engines.megatron.options import MegatronOptions
 from memplan.mesh import Group
 from memplan.optimizers import KEPT
-from memplan.shapes import BF16, FP32, INT16, Buffer, DType, Parameter, buffer_of
+from memplan.shapes import BF16, FP16, FP32, INT16, Buffer, DType, Parameter, buffer_of
 
 PARAM_ALIGNMENT: Final = 64
 """A weight begins at a multiple of so many elements (`pad_param_start`)."""
@@ -134,19 +135,34 @@ class ChunkStates(NamedTuple):
 
 
 class StateTypes(NamedTuple):
-    """The types of the gradients and of the moments, by name.
+    """The types of `main_grad`, of the main parameters (None: float32 weights have none), and of the moments.
 
     `is_precise`: Transformer Engine's FusedAdam has the main parameters among its states, of which it keeps
     the 16 bits that bfloat16 weights lack (`store_param_remainders`).
     """
 
     grads: DType
+    main: DType | None
     moments: Mapping[str, DType]
-    is_precise: bool = False
+    is_precise: bool
+
+
+def state_types(params_dtype: DType, optimizer: str, options: MegatronOptions) -> StateTypes:
+    """The types of an optimizer's states: float32, but for what is asked for, and gradients under fp16."""
+    is_precise = options.use_precision_aware_optimizer
+    narrow = params_dtype == FP16 and not options.accumulate_allreduce_grads_in_fp32
+    grads = params_dtype if narrow or options.main_grads_dtype == "bf16" else FP32
+    of_main = INT16 if is_precise and params_dtype == BF16 else FP32
+    return StateTypes(
+        grads,
+        None if params_dtype == FP32 else of_main,
+        {name: options.moments.get(name, FP32) for name in KEPT[optimizer].moments},
+        is_precise,
+    )
 
 
 def chunk_states(
-    parameters: Sequence[Parameter], types: StateTypes, optimizer: str, shard: Shard | None, group: Group
+    parameters: Sequence[Parameter], types: StateTypes, shard: Shard | None, group: Group
 ) -> ChunkStates:
     """The states of a chunk with these weights; `shard`: this rank's part; None: no distributed optimizer.
 
@@ -162,12 +178,11 @@ def chunk_states(
         n_elements = shard.buckets[-1].end
         param_data = buffer_of("param_data", (n_elements,), dtype, "weights")
         owned = [own for bucket in shard.buckets for own in bucket.shard(shard.rank, shard.n_ranks)]
-    of_main = INT16 if types.is_precise and dtype == BF16 else FP32
-    main = [buffer_of(f"{p.name}.main_param", (n,), of_main, "optimizer") for p, n in owned if dtype != FP32]
+    main = [buffer_of(f"{p.name}.main_param", (n,), types.main, "optimizer") for p, n in owned if types.main]
     moments = [
-        buffer_of(f"{p.name}.{name}", (n,), types.moments.get(name, FP32), "optimizer")
+        buffer_of(f"{p.name}.{name}", (n,), dtype, "optimizer")
         for p, n in owned
-        for name in KEPT[optimizer].moments
+        for name, dtype in types.moments.items()
     ]
     if types.is_precise:
         main, moments = [], main + moments

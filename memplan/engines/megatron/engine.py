@@ -17,6 +17,7 @@ from memplan.engines.megatron.buffers import (
     StateTypes,
     buckets_of,
     chunk_states,
+    state_types,
 )
 from memplan.engines.megatron.chunk import ModelChunk
 from memplan.engines.megatron.options import MegatronOptions, megatron_options
@@ -48,7 +49,7 @@ from memplan.record import (
     frees,
 )
 from memplan.replay import AllocatorProgram
-from memplan.shapes import FP16, FP32, INT32, UINT8, Buffer, DType, Parameter, buffer_of
+from memplan.shapes import FP16, FP32, INT32, UINT8, Buffer, Parameter, buffer_of
 from memplan.tape import Backend
 from memplan.units import MiB
 
@@ -106,12 +107,9 @@ class MegatronRank:
         return any(kind == EXPERTS for chunk in self.chunks for kind, _ in chunk.layers)
 
     @property
-    def grad_dtype(self) -> DType:
-        """The type of `main_grad`: float32, but for fp16 unless it is asked for, and for bf16 if it is."""
-        if self.options.main_grads_dtype == "bf16":
-            return self.chunks[0].params_dtype
-        fp16 = self.chunks[0].params_dtype == FP16
-        return FP16 if fp16 and not self.options.accumulate_allreduce_grads_in_fp32 else FP32
+    def state_types(self) -> StateTypes:
+        """The types of gradients, main parameters and moments."""
+        return state_types(self.chunks[0].params_dtype, self.plan.optimizer, self.options)
 
     def bucket_size(self, local: int) -> int | None:
         """The elements of a chunk's buckets; None: one bucket, as on all stages but the first.
@@ -134,10 +132,7 @@ class MegatronRank:
         plan, found = self.plan, []
         for own in self._divisions():
             shard = Shard(own.buckets, own.place % own.n_ranks, own.n_ranks) if plan.zero else None
-            types = StateTypes(
-                self.grad_dtype, self.options.moments, self.options.use_precision_aware_optimizer
-            )
-            found.append(chunk_states(own.parameters, types, plan.optimizer, shard, own.group))
+            found.append(chunk_states(own.parameters, self.state_types, shard, own.group))
         return found
 
     def _divisions(self) -> Iterator[Division]:
@@ -167,7 +162,7 @@ class MegatronRank:
         Source: megatron.core.optimizer.optimizer,
         Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads.
         """
-        narrow = self.grad_dtype != FP32
+        narrow = self.state_types.grads != FP32
         main = [one for chunk in self.states for one in chunk.main_params if narrow]
         return [
             buffer_of(one.name.replace("main_param", "main_grad"), one.shape, FP32, "grads") for one in main
@@ -401,6 +396,7 @@ class MegatronEngine(Engine):
     axes = "pp", "dp", "cp", "tp"
     views = "ep", "etp"
     ep_beside = "pp", "cp", "tp"
+    sharded_beside = ()
     refusals = REFUSALS
     options = MegatronOptions
     gives_bounds = True
