@@ -13,13 +13,14 @@ from memplan import launchers
 from memplan.device import H100
 from memplan.engines.deepspeed.flat import Partitions, calls_of, slots_of
 from memplan.engines.options import plan_of
-from memplan.errors import MemplanError
+from memplan.errors import MemplanError, MissingRule
 from memplan.estimate import rank_estimate
 from memplan.launchers.deepspeed import read_configuration
 from memplan.models.lookup import resolve
 from memplan.shapes import BF16, Parameter
 from memplan.testing import check_laws
-from validate.suites.models import GPT
+from tests.traced import trace_of
+from validate.suites.models import GPT, LLAMA
 
 USUAL: dict[str, Any] = {"engine": "deepspeed", "dp": 4, "seq_len": 32, "reduce_bucket_size": 10_000}
 
@@ -91,6 +92,26 @@ def test_zero_1_keeps_all_gradients_until_backward_is_over_unless_it_overlaps():
     late = memplan.estimate("llama-3-8b", zero=1, **usual)
     early = memplan.estimate("llama-3-8b", zero=1, overlap_comm=True, **usual)
     assert late.peak.total_bytes - early.peak.total_bytes > 9 * 2**30
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda one: one.family)
+def test_a_module_traced_for_zero_3_has_the_bytes_of_memplan_s_rules(tmp_path, model, recompute):
+    traced = trace_of(model, "cuda", ["bf16-mixed"], zero3=True)
+    traced.save(tmp_path / "trace.json")
+    asked: dict[str, Any] = USUAL | {"zero": 3, "recompute": recompute, "seq_len": model.max_seq_len}
+    asked["stage3_max_reuse_distance"] = 0
+    by_rules, by_trace = (memplan.estimate(one, **asked) for one in (model, tmp_path / "trace.json"))
+    assert by_trace.model == traced
+    assert by_trace.peak.total_bytes == by_rules.peak.total_bytes
+    check_laws(by_trace)
+
+
+def test_a_trace_is_for_zero_3_or_for_everything_else():
+    for zero3, engine, said in ((True, "torch", "by ZeRO-3's modules"), (False, "deepspeed", "zero3=True")):
+        traced = trace_of(GPT, "cuda", ["bf16-mixed"], zero3=zero3)
+        with pytest.raises(MissingRule, match=said):
+            memplan.estimate(traced, engine=engine, zero=3, dp=4, seq_len=32)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

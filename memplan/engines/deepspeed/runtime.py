@@ -22,8 +22,8 @@ from memplan.plan import Rank
 from memplan.record import (
     AccumulateGrad,
     Event,
+    ModuleHook,
     Stretch,
-    UnitHook,
     allocs,
     chain,
     events,
@@ -114,7 +114,7 @@ class DeepSpeedEngine:
         """A part's events with those of the hooks of its modules and of its gradients."""
         for event in part.segment.events:
             yield event
-            if isinstance(event, UnitHook) and self.hooks is not None:
+            if isinstance(event, ModuleHook) and self.hooks is not None:
                 yield from self.hooks(part, event)
             elif isinstance(event, AccumulateGrad):
                 slot = part.owned[event.parameter]

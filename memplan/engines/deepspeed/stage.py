@@ -8,7 +8,7 @@ from memplan.device import Device
 from memplan.engines.deepspeed.options import deepspeed_options
 from memplan.engines.stage import ModelStage, cublas_workspaces, trained
 from memplan.memory import Alive
-from memplan.models import Layers, Model
+from memplan.models import Layers, Model, under_zero3
 from memplan.plan import Plan
 from memplan.shapes import INT32, Buffer, Parameter, buffer_of
 from memplan.tape import USUAL_BACKENDS, Backend, OpContext
@@ -22,12 +22,13 @@ class DeepSpeedStage(ModelStage):
     """
 
     def __init__(self, model: Model, plan: Plan, device: Device, backend: Backend | None) -> None:
-        self.model, self.plan, self.device = model, plan, device
+        self.model = under_zero3(model, device.type, plan.precision) if plan.zero == 3 else model
+        self.plan, self.device = plan, device
         self.options = deepspeed_options(plan)
         self.backend = backend or USUAL_BACKENDS[device.type]
         self.first = self.last = True
-        self.layers: tuple[Layers, ...] = model.layers
-        self.n_blocks = model.n_blocks
+        self.layers: tuple[Layers, ...] = self.model.layers
+        self.n_blocks = self.model.n_blocks
         self.dtype = plan.formats.compute
 
     @cached_property
