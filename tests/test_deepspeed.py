@@ -114,6 +114,15 @@ def test_a_trace_is_for_zero_3_or_for_everything_else():
             memplan.estimate(traced, engine=engine, zero=3, dp=4, seq_len=32)
 
 
+def test_a_verdict_counts_a_set_up_that_holds_more_than_any_step():
+    usual: dict[str, Any] = {"recompute": "full", "seq_len": 512, "engine": "deepspeed", "zero": 2}
+    e = memplan.estimate("llama-3-8b", cluster="256xa10g", **usual)
+    of = e.worst
+    assert of.peak_bytes < e.cluster.gpu.usable_bytes < of.setup_bytes
+    assert e.verdict == "does not fit"
+    assert "set-up: before the first step a GPU holds 29.92 GiB" in str(e)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
     ({"zero": 2, "sub_group_size": 10}, "sub_group_size=10 is of another ZeRO stage"),
@@ -167,6 +176,42 @@ def test_auto_is_what_the_trainer_fills_in_and_a_stage_leaves_others_keys_unread
     section["stage"] = 2
     found = read_configuration(CONFIGURATION | {"zero_optimization": section}, GPT).keywords
     assert not [name for name in found if name.startswith("stage3") or name == "sub_group_size"]
+
+
+TRAINERS: dict[str, Any] = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "contiguous_gradients": True,
+    },
+    **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping"), "auto"),
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto"),
+    "steps_per_print": 2000,
+}
+"""As transformers' documentation writes it: everything that the Trainer knows is "auto"."""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"precision": "fp16-mixed", "clip_grad_norm": 0.5, "micro_batch": 2, "global_batch": 48},
+    ],
+)
+def test_what_is_auto_is_the_caller_s(said):
+    asked: dict[str, Any] = {"cluster": "8xh100-sxm", "seq_len": 32, "deepspeed": TRAINERS}
+    plan = memplan.estimate(GPT, **asked, **said).plan
+    found = (plan.precision, plan.clip_grad_norm, plan.micro_batch, plan.global_batch)
+    assert found == (("fp16-mixed", 0.5, 2, 48) if said else ("bf16-mixed", 1.0, 1, 8))
+    four = TRAINERS | {"gradient_accumulation_steps": 4}
+    assert memplan.estimate(GPT, **(asked | {"deepspeed": four}), micro_batch=2).plan.global_batch == 64
 
 
 @pytest.mark.parametrize("n,micro_batch,global_batch", [(None, 2, 16), (4, 1, 32)])

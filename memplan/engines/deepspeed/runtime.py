@@ -140,6 +140,7 @@ class DeepSpeedEngine:
             rank=self.rank, layers=(range(stage.n_blocks),), step=step, update=(update,),
             rest=stage.rest + Counter([*self.optimizer.states, *self.optimizer.kept]),
             grads=Counter(self.optimizer.grads),
+            setup=events("set-up", self._setup()) if self.optimizer.keeps_weights else None,
             program=None if stage.device.on_cpu else partial(self._program, step),
         )  # fmt: skip
 
