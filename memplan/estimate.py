@@ -179,7 +179,7 @@ class StageEstimate:
     def states(self) -> Bytes:
         """Weights, gradients and optimizer state as the optimizer sees them, also those on the host."""
         host = self.record.host
-        held = self.record.rest if host is None else host.pinned + host.pageable
+        held = self.record.rest if host is None else self.record.rest + host.pinned + host.pageable
         held = held + self.record.step_counts
         states = Counter({buffer: n for buffer, n in held.items() if buffer.kind in ("weights", "optimizer")})
         return bytes_by_kind(states + self.record.grads)
@@ -783,6 +783,7 @@ def estimate(
             stage3_max_live_parameters: gathered elements beyond which nothing is prefetched.
             stage3_max_reuse_distance: weights that are used within so many elements again stay gathered.
             sub_group_size: elements of a partition that ZeRO-3 updates at a time.
+            offload_optimizer: DeepSpeed's optimizer is on the host, "cpu" or "cpu-pinned", or not, "none".
             alloc_conf: the caching allocator's settings, as in "expandable_segments:True".
             transformer_impl: Megatron's layers: "transformer_engine", or its own, "local".
             attention_backend: Transformer Engine's attention: "flash", "fused", "unfused", or "auto".

@@ -12,6 +12,7 @@ import memplan
 from memplan import launchers
 from memplan.device import H100
 from memplan.engines.deepspeed.flat import Partitions, calls_of, slots_of
+from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.options import plan_of
 from memplan.errors import MemplanError, MissingRule
 from memplan.estimate import rank_estimate
@@ -60,6 +61,8 @@ LAWFUL: list[dict[str, Any]] = [
     {"zero": 1, "overlap_comm": True, "global_batch": 16, "clip_grad_norm": 1.0},
     {"zero": 2, "precision": "fp16-mixed", "recompute": "full"},
     {"zero": 2, "overlap_comm": True, "global_batch": 12, "dp": 3},
+    {"zero": 1, "offload_optimizer": "cpu-pinned", "global_batch": 16},
+    {"zero": 2, "offload_optimizer": "cpu", "overlap_comm": True},
     {"zero": 3},
     {"zero": 3, "dp": 3, "global_batch": 15, "recompute": "full", "overlap_comm": False},
     {"zero": 3, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0},
@@ -123,10 +126,31 @@ def test_a_verdict_counts_a_set_up_that_holds_more_than_any_step():
     assert "set-up: before the first step a GPU holds 29.92 GiB" in str(e)
 
 
+def test_an_offloaded_optimizer_is_on_the_host_page_locked_or_not():
+    """Masters, gradients, moments in float32, and a partition in 16 bits; the largest gradient twice."""
+    asked: dict[str, Any] = USUAL | {"zero": 2, "dp": 4, "micro_batch": 1}
+    there, on_gpu = (memplan.estimate(GPT, **asked, offload_optimizer=where) for where in ("cpu", "none"))
+    size = Partitions(slots_of(DeepSpeedStage(GPT, there.plan, H100, None).trained), 4).size
+    largest = GPT.vocab_size * GPT.d_model
+    assert there.host.total_bytes == (4 * 4 + 2) * size + 2 * largest
+    assert there.worst.host_pinned_bytes == 0
+    held = there.worst.rest_bytes - on_gpu.worst.rest_bytes
+    assert held == 2 * largest - 3 * 4 * size - 4 - 4  # no optimizer state, FusedAdam's flag, norm
+    pinned = memplan.estimate(GPT, **asked, offload_optimizer="cpu-pinned")
+    assert pinned.peak == there.peak
+    assert pinned.host.total_bytes - pinned.worst.host_pinned_bytes == 2 * 4 * size  # moments
+    assert pinned.worst.host_pinned_bytes >= (2 * 4 + 2) * size + 2 * largest
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
     ({"zero": 2, "sub_group_size": 10}, "sub_group_size=10 is of another ZeRO stage"),
-    ({"zero": 2, "offload": True}, "offload=True (zero_optimization.offload_optimizer)"),
+    ({"zero": 2, "offload": True}, "offload=True"),
+    ({"zero": 3, "offload_optimizer": "cpu"}, "offload_optimizer with zero=3"),
+    (
+        {"zero": 0, "reduce_bucket_size": 500_000_000, "offload_optimizer": "cpu"},
+        "offload_optimizer=cpu is of",
+    ),
     ({"zero": 1, "precision": "fp32"}, "precision='fp32'"),
     ({"zero": 1, "optimizer": "sgd"}, "optimizer='sgd'"),
     ({"zero": 1, "tp": 2}, "tp=2"),
@@ -185,7 +209,7 @@ TRAINERS: dict[str, Any] = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
     "zero_optimization": {
         "stage": 2,
-        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "allgather_bucket_size": 2e8,
         "overlap_comm": True,
         "reduce_bucket_size": "auto",
@@ -237,7 +261,9 @@ def test_an_estimate_takes_a_configuration_as_a_dict_or_a_file(tmp_path, as_file
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
     ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean 'overlap_comm'"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer="),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer="),
+    ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, "did you mean 'device'"),
+    ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param="),
     ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients=True has no rule"),
     ({"train_batch_size": 47}, "train_batch_size is not equal to micro_batch_per_gpu"),
     ({"fp16": {"enabled": True}}, "both bf16 and fp16"),
@@ -266,6 +292,7 @@ def test_an_export_reads_back_as_the_plan(tmp_path):
         "global_batch": 32,
         "precision": "fp16-mixed",
         "optimizer": "adam",
+        "offload_optimizer": "cpu",
     }
     estimated = memplan.estimate("gpt2", **usual, **asked)
     file = tmp_path / "ds_config.json"

@@ -22,6 +22,12 @@ HARMLESS: Final = frozenset({
 """Keys that change no byte of a step."""
 
 OF_ZERO: Final = ("overlap_comm", "reduce_bucket_size")
+OFFLOAD: Final = "offload_optimizer"
+OFFLOAD_KEYS: Final = {
+    *("device", "pin_memory", "ratio", "nvme_path", "buffer_count", "pipeline_read", "pipeline_write"),
+    *("fast_init", "cpuadam_cores_perc"),
+}
+"""The section that a plan has of its own, and its keys; those of NVMe are not read for the host."""
 OF_STAGE_3: Final = (
     *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
     *("stage3_max_reuse_distance", "sub_group_size"),
@@ -47,7 +53,7 @@ AT_DEFAULT: Final[Mapping[str, Any]] = {
     "ignore_unused_parameters": True,
     **dict.fromkeys(("round_robin_gradients", "parameter_alignment", "zero_quantized_weights"), False),
     **dict.fromkeys(("zero_quantized_gradients", "cpu_offload", "cpu_offload_param"), False),
-    **dict.fromkeys(("offload_optimizer", "offload_param", "zenflow", "mics_shard_size"), None),
+    **dict.fromkeys(("offload_param", "zenflow", "mics_shard_size"), None),
     "zero_hpz_partition_size": 1,
     **dict.fromkeys(("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"), False),
     "stage3_module_granularity_threshold": 0,
@@ -92,6 +98,8 @@ class DeepSpeedLauncher(Launcher):
         options = plan_dict(plan)
         told = _read_by(plan.zero)
         zero = {"stage": plan.zero} | {name: options[name] for name in told if options[name] is not None}
+        if (where := options[OFFLOAD]) != "none":
+            zero[OFFLOAD] = {"device": "cpu", "pin_memory": where == "cpu-pinned"}
         half = next(word for word, precision in PRECISIONS.items() if precision == plan.precision)
         optimizer = {"adam": "Adam", "adamw": "AdamW"}[plan.optimizer]
         values = {
@@ -183,7 +191,7 @@ def _precision(values: Mapping[str, Any]) -> tuple[str, bool]:
 
 def _zero(section: Mapping[str, Any], model: Model) -> dict[str, Any]:
     _check_names(
-        "key of zero_optimization", section, {"stage", *OF_ZERO, *OF_STAGE_3, *AT_DEFAULT, *NO_BYTES}
+        "key of zero_optimization", section, {"stage", OFFLOAD, *OF_ZERO, *OF_STAGE_3, *AT_DEFAULT, *NO_BYTES}
     )
     for name, usual in AT_DEFAULT.items():
         value = section.get(name, usual)
@@ -194,6 +202,8 @@ def _zero(section: Mapping[str, Any], model: Model) -> dict[str, Any]:
                 "leave it out."
             )
     found: dict[str, Any] = {"zero": section.get("stage", 0)}
+    if (where := _place(_section(section, OFFLOAD))) != "none":
+        found[OFFLOAD] = where
     for name in [name for name in _read_by(found["zero"]) if section.get(name) is not None]:
         value = section[name]
         if value == AUTO_WORD and name in AUTO:
@@ -201,6 +211,21 @@ def _zero(section: Mapping[str, Any], model: Model) -> dict[str, Any]:
         if value != AUTO_WORD:
             found[name] = int(value) if isinstance(value, float) and value.is_integer() else value
     return found
+
+
+def _place(section: Mapping[str, Any]) -> str:
+    """Where offloaded states are.
+
+    Source: `deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig`.
+    """
+    _check_names(f"key of {OFFLOAD}", section, OFFLOAD_KEYS)
+    device = section.get("device", "none")
+    if device not in ("none", "cpu") or section.get("ratio", 1.0) != 1.0:
+        raise InvalidValue(
+            f"zero_optimization.{OFFLOAD}={shown_value(dict(section))} has no rule yet; use the device "
+            '"cpu" or "none", with a ratio of 1.'
+        )
+    return "cpu-pinned" if device == "cpu" and section.get("pin_memory", True) else str(device)
 
 
 def _read_by(stage: Any) -> tuple[str, ...]:

@@ -364,6 +364,11 @@ DEEPSPEED_OF_TRANSFORMERS: Final[tuple[tuple[Model, dict[str, Any], int], ...]] 
     (TIED, {"dp": 8, "zero": 2}, 0),
     (TIED, {"dp": 8, "zero": 3, **FULL, "recompute_blocks": 8, "precision": "fp16-mixed"}, 0),
     (TIED, {"dp": 256, "zero": 3, "micro_batch": 2}, 200),
+    (LLAMA, {"dp": 64, "zero": 2, **FULL, "offload_optimizer": "cpu"}, 0),
+    (LLAMA, {"dp": 256, "zero": 1, **FULL, "offload_optimizer": "cpu-pinned", "overlap_comm": True}, 255),
+    (TIED, {"dp": 8, "zero": 1, "offload_optimizer": "cpu"}, 0),
+    (TIED, {"dp": 8, "zero": 2, "global_batch": 24, "offload_optimizer": "cpu-pinned"}, 3),
+    (TIED, {"dp": 64, "zero": 2, **FULL, "precision": "fp16-mixed", "offload_optimizer": "cpu"}, 63),
 )
 """One rank of 7 to 256, with transformers' own modules whole; two of the models have tied ends."""
 

@@ -24,7 +24,12 @@ def _check_modelled(model: Model, plan: Plan) -> None:
     unused = model.unused if isinstance(model, TracedModel) else ()
     halves = " or ".join(map(repr, PRECISIONS))
     options: tuple[tuple[bool, str, str], ...] = (
-        (plan.offload, "offload=True (zero_optimization.offload_optimizer)", "offload=False"),
+        (plan.offload, "offload=True", "offload_optimizer='cpu' with zero=1 or 2"),
+        (
+            plan.zero == 3 and deepspeed_options(plan).offload_optimizer != "none",
+            "offload_optimizer with zero=3",
+            "zero=2, or 'none'",
+        ),
         (plan.precision not in PRECISIONS, f"precision={plan.precision!r}", f"{halves} (bf16, fp16.enabled)"),
         (
             plan.optimizer not in ("adam", "adamw"),
@@ -57,7 +62,8 @@ def _check_options(model: Model, plan: Plan) -> None:
         )
     options, usual = deepspeed_options(plan), DeepSpeedOptions()
     unused = () if plan.zero == 3 else OF_STAGE_3
-    for name in unused if plan.zero else ("overlap_comm", "reduce_bucket_size", *unused):
+    own = "overlap_comm", "reduce_bucket_size", "offload_optimizer"
+    for name in unused if plan.zero else (*own, *unused):
         if (value := getattr(options, name)) != getattr(usual, name):
             raise PlanRefused(
                 f"{name}={value} is of another ZeRO stage than zero={plan.zero}; leave it out.",

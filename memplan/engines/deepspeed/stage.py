@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import cached_property
-from typing import Final, final
+from typing import final
 
 from memplan.device import Device
 from memplan.engines.deepspeed.options import deepspeed_options
@@ -66,7 +66,10 @@ class DeepSpeedStage(ModelStage):
         """What is alive between steps beside the optimizer's flat tensors."""
         frozen = [self.weights[one] for one in self.parameters() if not one.requires_grad]
         workspaces = [workspace for _, workspace in self.workspaces]
-        return Counter([*frozen, *self.inputs, *self.buffers, *workspaces, OVERFLOW_BUFFER])
+        return Counter([*frozen, *self.inputs, *self.buffers, *workspaces, *self.of_adam])
 
-
-OVERFLOW_BUFFER: Final = buffer_of("_dummy_overflow_buf", (1,), INT32)  # of FusedAdam
+    @property
+    def of_adam(self) -> list[Buffer]:
+        """What FusedAdam makes for itself; DeepSpeedCPUAdam makes nothing."""
+        on_gpu = self.options.offload_optimizer == "none"
+        return [buffer_of("_dummy_overflow_buf", (1,), INT32)] * on_gpu

@@ -59,6 +59,9 @@ def configuration(plan: Plan, learning_rate: float) -> dict[str, Any]:
         zero |= {"overlap_comm": options.overlap_comm, "reduce_bucket_size": options.reduce_bucket_size}
     if plan.zero == 3:
         zero |= {name: getattr(options, name) for name in OF_STAGE_3}
+    if options.offload_optimizer != "none":
+        pinned = options.offload_optimizer == "cpu-pinned"
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
     half = {"fp16": {"enabled": True, "initial_scale_power": SCALE_POWER}}
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -121,6 +124,9 @@ class DeepSpeedTraining(Training):
         return int(self._engine.zero_optimization_stage())
 
     def grads(self) -> Sequence[Tensor]:
+        optimizer = self._engine.optimizer
+        if getattr(optimizer, "cpu_offload", False):
+            return [one.grad for one in optimizer.single_partition_of_fp32_groups]
         if self._zero:
             return [
                 one for found in self._engine.optimizer.averaged_gradients.values() for one in found or ()
