@@ -142,13 +142,15 @@ class DeepSpeedZeroOptimizer(Optimizer):
         Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.copy_grads_in_partition`.
         """
         if not self.at_boundary:
+            yield _copy("gradients to the host", slot.n_elements * self.stage.dtype.itemsize, self.stream)
             return
         n, norm = self.own[slot], self.norms[list(self.own).index(slot)]
         doubles, floats = (buffer_of("gradient as it is sent", (n,), dtype) for dtype in (FP64, FP32))
         scratch = [buffer_of("scratch of a norm", (b,), UINT8) for b in norm_scratch(self.stage.device, n)]
         self.flattened += [doubles, floats, norm, *scratch]
         yield from (*allocs(doubles, norm, *scratch), *frees(*scratch, doubles))
-        yield from (*allocs(floats), *frees(floats))
+        sent = _copy("gradients to the host", floats.n_bytes, self.stream)
+        yield from (*allocs(floats), sent, *frees(floats))
 
     @property
     def host(self) -> HostRecord | None:
@@ -196,7 +198,8 @@ class DeepSpeedZeroOptimizer(Optimizer):
             gather = Collective(
                 kind="all_gather", axis="dp", what="gather updated weights", payload_bytes=self.flat.n_bytes
             )
-            return stepped(events("norm of gradients", (*sums, *frees(*self.norms))), after=(gather,))
+            back = _copy("updated weights", self.partitions.size * self.stage.dtype.itemsize)
+            return stepped(events("norm of gradients", (*sums, *frees(*self.norms))), after=(back, gather))
         size = self.partitions.size
         flat = buffer_of("flat_grad_partition", (size,), self.stage.dtype)
         single = buffer_of("single_grad_partition", (size,), FP32)
@@ -218,3 +221,8 @@ class DeepSpeedZeroOptimizer(Optimizer):
         yield all_reduce("overflow flag", UINT8.itemsize)
         yield from norms_of(self.stage, self.own.values())
         yield all_reduce("norm of gradients", FP32.itemsize)
+
+
+def _copy(what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:
+    """A copy between the GPU and its host."""
+    return Collective(kind="copy", axis="host", what=what, payload_bytes=n_bytes, stream=stream)
