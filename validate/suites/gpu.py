@@ -366,6 +366,11 @@ DEEPSPEED_OF_TRANSFORMERS: Final[tuple[tuple[Model, dict[str, Any], int], ...]] 
     (TIED, {"dp": 256, "zero": 3, "micro_batch": 2}, 200),
     (LLAMA, {"dp": 64, "zero": 2, **FULL, "offload_optimizer": "cpu"}, 0),
     (LLAMA, {"dp": 256, "zero": 1, **FULL, "offload_optimizer": "cpu-pinned", "overlap_comm": True}, 255),
+    (
+        replace(LLAMA, n_layers=4),
+        {"dp": 8, "zero": 1, **FULL, "offload_optimizer": "cpu", "seq_len": 512},
+        0,
+    ),
     (TIED, {"dp": 8, "zero": 1, "offload_optimizer": "cpu"}, 0),
     (TIED, {"dp": 8, "zero": 2, "global_batch": 24, "offload_optimizer": "cpu-pinned"}, 3),
     (TIED, {"dp": 64, "zero": 2, **FULL, "precision": "fp16-mixed", "offload_optimizer": "cpu"}, 63),
