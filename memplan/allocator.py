@@ -56,6 +56,17 @@ class OutOfMemory(MemplanError):
     """A request that the driver refuses even after everything cached has been given back."""
 
 
+def page_locked_bytes(n_bytes: int) -> int:
+    """Bytes of the host's block that holds a page-locked tensor of `n_bytes`: the next power of two.
+
+    Source: aten/src/ATen/core/CachingHostAllocator.h (`allocate`).
+
+    >>> page_locked_bytes(3000), page_locked_bytes(4096), page_locked_bytes(0)
+    (4096, 4096, 0)
+    """
+    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
+
+
 def rounded_bytes(n_bytes: int) -> int:
     """The bytes of a request rounded up to whole blocks of 512 bytes, at least one.
 

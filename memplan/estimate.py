@@ -95,6 +95,16 @@ class StageEstimate:
         return self.record.peak_bytes
 
     @cached_property
+    def setup_bytes(self) -> int:
+        """Bytes at the worst instant before the first step; 0 where no step holds less."""
+        return 0 if self.record.setup is None else self.record.setup.high_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes at the worst instant of the step, or of the set-up, if that is worse."""
+        return max(self.peak_bytes, self.setup_bytes)
+
+    @cached_property
     def rest_bytes(self) -> int:
         """Bytes alive between steps."""
         return self.record.rest_bytes
@@ -169,7 +179,7 @@ class StageEstimate:
     def states(self) -> Bytes:
         """Weights, gradients and optimizer state as the optimizer sees them, also those on the host."""
         host = self.record.host
-        held = self.record.rest if host is None else host.pinned + host.pageable
+        held = self.record.rest if host is None else self.record.rest + host.pinned + host.pageable
         held = held + self.record.step_counts
         states = Counter({buffer: n for buffer, n in held.items() if buffer.kind in ("weights", "optimizer")})
         return bytes_by_kind(states + self.record.grads)
@@ -354,9 +364,11 @@ class Estimate:
         if replay is None:
             return None
         outside = self._outside_allocator
-        low_bytes = replay.allocated_bytes + outside.low_bytes
-        reserved_bytes = ceil(replay.reserved_bytes * (1 + self.engine.reserves_more))
-        return Interval(low_bytes, reserved_bytes + outside.high_bytes)
+        allocated_bytes, reserved_bytes = replay.setup if of.setup_bytes else (0, 0)
+        allocated_bytes = max(allocated_bytes, replay.allocated_bytes)
+        reserved_bytes = max(reserved_bytes, replay.reserved_bytes)
+        most_bytes = ceil(reserved_bytes * (1 + self.engine.reserves_more))
+        return Interval(allocated_bytes + outside.low_bytes, most_bytes + outside.high_bytes)
 
     @property
     def _outside_allocator(self) -> Interval:
@@ -412,7 +424,7 @@ class Estimate:
         usable = None if self.cluster is None else self.cluster.gpu.usable_bytes
         if usable is None or self.engine.is_accounting:
             return None
-        return max(0, self.worst.peak_bytes + self._outside_allocator.low_bytes - usable)
+        return max(0, self.worst.most_bytes + self._outside_allocator.low_bytes - usable)
 
     @property
     def fits(self) -> bool | None:
@@ -424,6 +436,11 @@ class Estimate:
     def notes(self) -> tuple[str, ...]:
         """Notes on the plan beside its figures."""
         found = list(notes_of(self.model, self.plan, self.cluster))
+        if self.worst.setup_bytes > self.worst.peak_bytes:
+            found.append(
+                f"set-up: before the first step a GPU holds {human_bytes(self.worst.setup_bytes)} of "
+                "tensors, more than in any step; the verdict counts it."
+            )
         if host_bytes := self.host.total_bytes:
             node = 1 if self.cluster is None else self.cluster.gpus_per_node
             of_node = f", {human_bytes(node * host_bytes)} for the {node} of a node" if node > 1 else ""
@@ -766,6 +783,7 @@ def estimate(
             stage3_max_live_parameters: gathered elements beyond which nothing is prefetched.
             stage3_max_reuse_distance: weights that are used within so many elements again stay gathered.
             sub_group_size: elements of a partition that ZeRO-3 updates at a time.
+            offload_optimizer: DeepSpeed's optimizer is on the host, "cpu" or "cpu-pinned", or not, "none".
             alloc_conf: the caching allocator's settings, as in "expandable_segments:True".
             transformer_impl: Megatron's layers: "transformer_engine", or its own, "local".
             attention_backend: Transformer Engine's attention: "flash", "fused", "unfused", or "auto".
@@ -849,11 +867,13 @@ def _with_configuration(
         found = launchers.read_configuration(deepspeed, model)
     else:
         found = launchers.read(deepspeed, "deepspeed", model)
-    said = found.on_ranks(told["dp"])
+    said = found.on_ranks(told["dp"], told["micro_batch"])
     usual = {name: field.default for name, field in Plan.__dataclass_fields__.items()}
     for name, value in said.items():
         given = told.get(name, usual.get(name, value))
-        if given not in (value, usual.get(name, value)):
+        if name in found.open and given != usual.get(name):
+            said[name] = given
+        elif given not in (value, usual.get(name, value)):
             raise InvalidValue(
                 f"{name}={shown_value(given)} contradicts the DeepSpeed configuration, which says "
                 f"{name}={shown_value(value)}; leave one of them out."

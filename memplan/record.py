@@ -99,7 +99,7 @@ class WaitStream(NamedTuple):
 
 
 HookKind = Literal["pre_forward", "post_forward", "pre_backward", "post_backward"]
-"""A hook of FSDP2 around a unit's passes."""
+"""A hook around the passes of a unit of FSDP2, or of a module."""
 
 
 class UnitHook(NamedTuple):
@@ -107,6 +107,18 @@ class UnitHook(NamedTuple):
 
     kind: HookKind
     parameters: tuple[str, ...]
+
+
+class ModuleHook(NamedTuple):
+    """The place at which a hook of a module is called; its own parameters by name.
+
+    `path`: the module's, with a * for a block's number. `parameters`: None if they are those whose names
+    begin with the path; the hooks of the modules around it are then left out.
+    """
+
+    kind: HookKind
+    path: str
+    parameters: tuple[str, ...] | None = None
 
 
 class ComputeKind(Enum):
@@ -229,7 +241,10 @@ class Collective:
 Timed = RecordEvent | WaitStream | Compute | Collective
 """What takes time, or waits."""
 
-Event = Alloc | Free | AccumulateGrad | AddToIncoming | UnitHook | Timed
+HOOKS: Final = (UnitHook, ModuleHook)
+"""The events that only mark a place."""
+
+Event = Alloc | Free | AccumulateGrad | AddToIncoming | UnitHook | ModuleHook | Timed
 """What happens at an instant."""
 
 Counts = Mapping[Compute | Collective, int]
@@ -392,7 +407,7 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
                 high = live
         elif kind is Free:
             live -= event[0].n_bytes  # type: ignore[index,union-attr]
-        elif kind is AccumulateGrad or kind is AddToIncoming or kind is UnitHook:
+        elif kind is AccumulateGrad or kind is AddToIncoming or kind in HOOKS:
             continue
         else:
             timed.append(event)  # type: ignore[arg-type]

@@ -110,7 +110,8 @@ class Replayed:
     each that is not split off; `rest_bytes` what `torch.cuda.memory_allocated` counts between steps, None
     where steps were left out. `after_step` has the peaks of allocated and of reserved bytes after each step.
     `tried_bytes`: what was reserved when waiting for a recurring state was given up (None: never); a
-    limit of at least that changes nothing until then. `free_after`: the free blocks after each loop of
+    limit of at least that changes nothing until then. `setup`: the peaks of both before the first step.
+    `free_after`: the free blocks after each loop of
     each step that leaves tensors allocated.
     """
 
@@ -119,6 +120,7 @@ class Replayed:
     n_retries: int
     settled: bool
     after_step: tuple[tuple[int, int], ...]
+    setup: tuple[int, int] = (0, 0)
     rest_bytes: int | None = field(default=None, compare=False)
     tried_bytes: int | None = field(default=None, repr=False, compare=False)
     free_after: tuple[tuple[FreeSizes, ...], ...] = field(default=(), repr=False, compare=False)
@@ -300,6 +302,7 @@ def _replayed(
         n_retries=allocator.n_retries,
         settled=settled,
         after_step=tuple(peaks),
+        setup=replay.setup_peaks,
         rest_bytes=rest_bytes,
         free_after=tuple(free_after),
     )
@@ -365,6 +368,7 @@ def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
         and all(one is not None and one.settled for one in three)
         and _frees_grow_evenly([one for one in three if one is not None]),
         after_step=after,
+        setup=next(one.setup for one in three if one is not None),
     )
 
 
@@ -520,6 +524,7 @@ class _Replay:
         self.requests: dict[Buffer, tuple[Pool, int]] = {}
         self.compiled: dict[Stretch, list[_Operation]] = {}
         self._play(self._operations(program.setup))
+        self.setup_peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
         allocator.release_cached()
         allocator.reset_peaks()
         self.n_given_back = allocator.n_given_back

@@ -12,14 +12,16 @@ import memplan
 from memplan import launchers
 from memplan.device import H100
 from memplan.engines.deepspeed.flat import Partitions, calls_of, slots_of
+from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.options import plan_of
-from memplan.errors import MemplanError
+from memplan.errors import MemplanError, MissingRule
 from memplan.estimate import rank_estimate
 from memplan.launchers.deepspeed import read_configuration
 from memplan.models.lookup import resolve
 from memplan.shapes import BF16, Parameter
 from memplan.testing import check_laws
-from validate.suites.models import GPT
+from tests.traced import trace_of
+from validate.suites.models import GPT, LLAMA
 
 USUAL: dict[str, Any] = {"engine": "deepspeed", "dp": 4, "seq_len": 32, "reduce_bucket_size": 10_000}
 
@@ -59,6 +61,8 @@ LAWFUL: list[dict[str, Any]] = [
     {"zero": 1, "overlap_comm": True, "global_batch": 16, "clip_grad_norm": 1.0},
     {"zero": 2, "precision": "fp16-mixed", "recompute": "full"},
     {"zero": 2, "overlap_comm": True, "global_batch": 12, "dp": 3},
+    {"zero": 1, "offload_optimizer": "cpu-pinned", "global_batch": 16},
+    {"zero": 2, "offload_optimizer": "cpu", "overlap_comm": True},
     {"zero": 3},
     {"zero": 3, "dp": 3, "global_batch": 15, "recompute": "full", "overlap_comm": False},
     {"zero": 3, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0},
@@ -93,10 +97,60 @@ def test_zero_1_keeps_all_gradients_until_backward_is_over_unless_it_overlaps():
     assert late.peak.total_bytes - early.peak.total_bytes > 9 * 2**30
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=lambda one: one.family)
+def test_a_module_traced_for_zero_3_has_the_bytes_of_memplan_s_rules(tmp_path, model, recompute):
+    traced = trace_of(model, "cuda", ["bf16-mixed"], zero3=True)
+    traced.save(tmp_path / "trace.json")
+    asked: dict[str, Any] = USUAL | {"zero": 3, "recompute": recompute, "seq_len": model.max_seq_len}
+    asked["stage3_max_reuse_distance"] = 0
+    by_rules, by_trace = (memplan.estimate(one, **asked) for one in (model, tmp_path / "trace.json"))
+    assert by_trace.model == traced
+    assert by_trace.peak.total_bytes == by_rules.peak.total_bytes
+    check_laws(by_trace)
+
+
+def test_a_trace_is_for_zero_3_or_for_everything_else():
+    for zero3, engine, said in ((True, "torch", "by ZeRO-3's modules"), (False, "deepspeed", "zero3=True")):
+        traced = trace_of(GPT, "cuda", ["bf16-mixed"], zero3=zero3)
+        with pytest.raises(MissingRule, match=said):
+            memplan.estimate(traced, engine=engine, zero=3, dp=4, seq_len=32)
+
+
+def test_a_verdict_counts_a_set_up_that_holds_more_than_any_step():
+    usual: dict[str, Any] = {"recompute": "full", "seq_len": 512, "engine": "deepspeed", "zero": 2}
+    e = memplan.estimate("llama-3-8b", cluster="256xa10g", **usual)
+    of = e.worst
+    assert of.peak_bytes < e.cluster.gpu.usable_bytes < of.setup_bytes
+    assert e.verdict == "does not fit"
+    assert "set-up: before the first step a GPU holds 29.92 GiB" in str(e)
+
+
+def test_an_offloaded_optimizer_is_on_the_host_page_locked_or_not():
+    """Masters, gradients, moments in float32, and a partition in 16 bits; the largest gradient twice."""
+    asked: dict[str, Any] = USUAL | {"zero": 2, "dp": 4, "micro_batch": 1}
+    there, on_gpu = (memplan.estimate(GPT, **asked, offload_optimizer=where) for where in ("cpu", "none"))
+    size = Partitions(slots_of(DeepSpeedStage(GPT, there.plan, H100, None).trained), 4).size
+    largest = GPT.vocab_size * GPT.d_model
+    assert there.host.total_bytes == (4 * 4 + 2) * size + 2 * largest
+    assert there.worst.host_pinned_bytes == 0
+    held = there.worst.rest_bytes - on_gpu.worst.rest_bytes
+    assert held == 2 * largest - 3 * 4 * size - 4 - 4  # no optimizer state, FusedAdam's flag, norm
+    pinned = memplan.estimate(GPT, **asked, offload_optimizer="cpu-pinned")
+    assert pinned.peak == there.peak
+    assert pinned.host.total_bytes - pinned.worst.host_pinned_bytes == 2 * 4 * size  # moments
+    assert pinned.worst.host_pinned_bytes >= (2 * 4 + 2) * size + 2 * largest
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
     ({"zero": 2, "sub_group_size": 10}, "sub_group_size=10 is of another ZeRO stage"),
-    ({"zero": 2, "offload": True}, "offload=True (zero_optimization.offload_optimizer)"),
+    ({"zero": 2, "offload": True}, "offload=True"),
+    ({"zero": 3, "offload_optimizer": "cpu"}, "offload_optimizer with zero=3"),
+    (
+        {"zero": 0, "reduce_bucket_size": 500_000_000, "offload_optimizer": "cpu"},
+        "offload_optimizer=cpu is of",
+    ),
     ({"zero": 1, "precision": "fp32"}, "precision='fp32'"),
     ({"zero": 1, "optimizer": "sgd"}, "optimizer='sgd'"),
     ({"zero": 1, "tp": 2}, "tp=2"),
@@ -148,6 +202,42 @@ def test_auto_is_what_the_trainer_fills_in_and_a_stage_leaves_others_keys_unread
     assert not [name for name in found if name.startswith("stage3") or name == "sub_group_size"]
 
 
+TRAINERS: dict[str, Any] = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "contiguous_gradients": True,
+    },
+    **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping"), "auto"),
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto"),
+    "steps_per_print": 2000,
+}
+"""As transformers' documentation writes it: everything that the Trainer knows is "auto"."""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"precision": "fp16-mixed", "clip_grad_norm": 0.5, "micro_batch": 2, "global_batch": 48},
+    ],
+)
+def test_what_is_auto_is_the_caller_s(said):
+    asked: dict[str, Any] = {"cluster": "8xh100-sxm", "seq_len": 32, "deepspeed": TRAINERS}
+    plan = memplan.estimate(GPT, **asked, **said).plan
+    found = (plan.precision, plan.clip_grad_norm, plan.micro_batch, plan.global_batch)
+    assert found == (("fp16-mixed", 0.5, 2, 48) if said else ("bf16-mixed", 1.0, 1, 8))
+    four = TRAINERS | {"gradient_accumulation_steps": 4}
+    assert memplan.estimate(GPT, **(asked | {"deepspeed": four}), micro_batch=2).plan.global_batch == 64
+
+
 @pytest.mark.parametrize("n,micro_batch,global_batch", [(None, 2, 16), (4, 1, 32)])
 def test_batches_are_completed_as_deepspeed_does(n, micro_batch, global_batch):
     values = {key: value for key, value in CONFIGURATION.items() if "train" not in key and "grad" not in key}
@@ -171,7 +261,9 @@ def test_an_estimate_takes_a_configuration_as_a_dict_or_a_file(tmp_path, as_file
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimisation": {}}, "did you mean 'zero_optimization'"),
     ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean 'overlap_comm'"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer="),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer="),
+    ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, "did you mean 'device'"),
+    ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param="),
     ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients=True has no rule"),
     ({"train_batch_size": 47}, "train_batch_size is not equal to micro_batch_per_gpu"),
     ({"fp16": {"enabled": True}}, "both bf16 and fp16"),
@@ -200,6 +292,7 @@ def test_an_export_reads_back_as_the_plan(tmp_path):
         "global_batch": 32,
         "precision": "fp16-mixed",
         "optimizer": "adam",
+        "offload_optimizer": "cpu",
     }
     estimated = memplan.estimate("gpt2", **usual, **asked)
     file = tmp_path / "ds_config.json"

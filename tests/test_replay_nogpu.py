@@ -136,3 +136,18 @@ def test_bytes_with_and_without_a_gpu_are_set_side_by_side():
 def test_both_needs_a_gpu(gpus):
     with pytest.raises(InvalidValue, match="sees no GPU here"):
         gpu_both(gpus, ())
+
+
+def test_what_deepspeed_holds_before_the_first_step_is_what_was_measured():
+    """Under ZeRO-0 to 2, whose set-up flattens the weights."""
+    n_seen = 0
+    for record in FILES["h100-deepspeed"]:
+        case = Case.from_dict(record.case)
+        (measured,) = ranks_of(record)
+        first = measured["allocator"][0]
+        if first["step"] == 0 and case.plan.zero < 3:
+            replay = estimated_rank(case, measured["rank"]).replayed
+            assert replay is not None
+            assert replay.setup == (first["allocated_bytes"], first["reserved_bytes"]), case.name
+            n_seen += 1
+    assert n_seen == 15

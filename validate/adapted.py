@@ -1,4 +1,4 @@
-"""Writes the traces of models with adapters that the records on file need: `python -m validate.adapted`.
+"""Writes the traces with adapters, or of ZeRO-3, that the records on file need: `python -m validate.adapted`.
 
 `anew`: also those that are on file.
 
@@ -14,6 +14,7 @@ from typing import Final
 from unittest.mock import patch
 
 from memplan import TracedModel
+from memplan.models.traced import ZERO3
 from memplan.tracing import cache
 from memplan.tracing.cache import Request
 from validate.cases import TRACES, Case, packed_trace
@@ -26,7 +27,13 @@ from validate.traces import write_packed
 ADAPTED: Final = TRACES / "adapters"
 """The traces of models with adapters, compressed."""
 
-RECORDS: Final = ("adapters.jsonl", "nogpu/*-adapters.jsonl", "nogpu/*-optimizers.jsonl")
+OF_ZERO3: Final = TRACES / "zero3"
+"""The traces of models under DeepSpeed's ZeRO-3, compressed."""
+
+RECORDS: Final = (
+    *("adapters.jsonl", "nogpu/*-adapters.jsonl", "nogpu/*-optimizers.jsonl"),
+    "nogpu/*-deepspeed.jsonl",
+)
 """The files of records that need them, in `data/measurements`."""
 
 
@@ -39,7 +46,8 @@ def on_file(asked: Request, traced: Callable[[Request], TracedModel]) -> TracedM
 def path_of(asked: Request) -> Path:
     """Where the trace is, if it is on file."""
     key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-    return ADAPTED / f"{asked.name}.{key}.json.xz"
+    folder = OF_ZERO3 if ZERO3 in json.loads(asked.text) else ADAPTED
+    return folder / f"{asked.name}.{key}.json.xz"
 
 
 def main(anew: bool) -> None:
@@ -61,12 +69,12 @@ def main(anew: bool) -> None:
             for file in sorted((data_folder() / "measurements").glob(pattern)):
                 for record in read_records(file):
                     case = Case.from_dict(record.case)
-                    if case.plan.adapters is not None:
+                    if case.plan.adapters is not None or case.plan.engine == "deepspeed":
                         estimated_rank(case, 0)
         for row in read_rows(ROWS):
             if by_litgpt(row) and not any(holds(row) for _, holds in INEXPRESSIBLE):
                 comparable_estimate(row)
-    for path in set(ADAPTED.glob("*.xz")) - needed:
+    for path in {*ADAPTED.glob("*.xz"), *OF_ZERO3.glob("*.xz")} - needed:
         path.unlink()
 
 

@@ -63,7 +63,10 @@ WATCHDOG_S: Final = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorPeaks:
-    """What CUDA's allocator has held at most since the training began, and its segments after `step`."""
+    """What CUDA's allocator has held at most since the training began, and its segments after `step`.
+
+    Step 0 is the set-up, since the process began.
+    """
 
     step: int
     allocated_bytes: int
@@ -350,7 +353,8 @@ class GpuWatch:
         self._peaks: list[AllocatorPeaks] = []
 
     def watch(self, training: Training) -> None:
-        """Looks at the allocator after each of the training's steps from now on."""
+        """Looks at the allocator now, and after each of the training's steps from now on."""
+        self._peaks = [self._seen(0, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())]
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         training.after_step = self._after_step
@@ -387,14 +391,16 @@ class GpuWatch:
             _let_watchdog_go()
         if self._n_steps in self._steps:
             self._see()
-            self._peaks.append(
-                AllocatorPeaks(
-                    step=self._n_steps,
-                    allocated_bytes=self._allocated_bytes,
-                    reserved_bytes=self._reserved_bytes,
-                    n_segments=torch.cuda.memory_stats()["segment.all.current"],
-                )
-            )
+            self._peaks.append(self._seen(self._n_steps, self._allocated_bytes, self._reserved_bytes))
+
+    @staticmethod
+    def _seen(step: int, allocated_bytes: int, reserved_bytes: int) -> AllocatorPeaks:
+        return AllocatorPeaks(
+            step=step,
+            allocated_bytes=allocated_bytes,
+            reserved_bytes=reserved_bytes,
+            n_segments=torch.cuda.memory_stats()["segment.all.current"],
+        )
 
 
 def _let_watchdog_go() -> None:

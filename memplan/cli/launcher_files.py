@@ -47,7 +47,7 @@ def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str | Model, di
         for note in found.notes:
             click.echo(f"Note: {note}", err=True)
         given = {key for key in asked if context.get_parameter_source(key) is ParameterSource.COMMANDLINE}
-        said = found.on_ranks(_n_replicas(asked))
+        said = found.on_ranks(_n_replicas(asked), asked.get("micro_batch") or 1)
         if said.get("engine", asked["engine"]) != asked["engine"] and "engine" not in given:
             others = set(option_fields(asked["engine"])) - given  # the defaults of another engine
             asked = {key: value for key, value in asked.items() if key not in others}

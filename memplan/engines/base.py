@@ -55,6 +55,7 @@ class RankRecord:
         layers: the blocks of each of the rank's stages.
         grads: the gradients that the optimizer reads.
         update: the stretches of the step that are the optimizer's.
+        setup: what comes before the first step, where that may hold more than a step; else None.
         step_counts: Adam's step counts, which a rank on a GPU keeps on the host.
         host: what the host holds instead of the device; None where nothing is offloaded.
         handed_over: for a buffer that is freed, the tensor that takes its place, under its name, until the
@@ -68,6 +69,7 @@ class RankRecord:
     step: Stretch
     grads: Alive
     update: tuple[Stretch, ...] = ()
+    setup: Stretch | None = None
     step_counts: Alive = field(default_factory=Counter)
     host: HostRecord | None = None
     handed_over: Mapping[Buffer, Buffer] = field(default_factory=dict)

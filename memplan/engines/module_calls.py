@@ -1,14 +1,14 @@
 """The order in which modules are called, forward and backward, from the hooks in a trace.
 
-A trace has the hooks of operations that are modules (`memplan.ops.modules`); the modules around them follow
-from their names.
+The trace of a module that ran has the hooks of all its modules. That of memplan's rules has those of
+operations that are modules (`memplan.ops.modules`), and the modules around them follow from their names.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar, final
 
 from memplan.engines.trace import Segment
-from memplan.record import UnitHook
+from memplan.record import ModuleHook
 from memplan.shapes import Parameter
 
 Own = TypeVar("Own")
@@ -31,10 +31,14 @@ class Called(NamedTuple, Generic[Own]):
     own: tuple[Own, ...]
 
 
-def called(part: Part[Own], hook: UnitHook) -> Called[Own]:
+def called(part: Part[Own], hook: ModuleHook) -> Called[Own]:
     """The module of a hook."""
-    (path,) = hook.parameters
-    own = [one for parameter, one in part.owned.items() if parameter.name.startswith(f"{path}.")]
+    path, names = hook.path, hook.parameters
+    own = [
+        one
+        for parameter, one in part.owned.items()
+        if (parameter.name.startswith(f"{path}.") if names is None else parameter.name in names)
+    ]
     return Called(path.replace("*", str(part.block)), tuple(own))
 
 
@@ -48,8 +52,13 @@ class Containers:
     def __init__(self) -> None:
         self._last: dict[str, str] = {}
 
-    def entered(self, hook: UnitHook, path: str) -> list[str]:
-        """The containers of a module that the module before it was not in, outermost first."""
+    def entered(self, hook: ModuleHook, path: str) -> list[str]:
+        """The containers of a module that the module before it was not in, outermost first.
+
+        None if their own hooks are in the trace.
+        """
+        if hook.parameters is not None:
+            return []
         direction = hook.kind.partition("_")[2]
         known = {*_around(self._last[direction])} if direction in self._last else set()
         self._last[direction] = path
@@ -74,7 +83,7 @@ def recorded_order(parts: Iterable[Part[Own]]) -> list[tuple[Own, ...]]:
     containers, order = Containers(), list[tuple[Own, ...]]()
     for part in parts:
         for event in part.segment.events:
-            if isinstance(event, UnitHook) and event.kind.startswith("pre"):
+            if isinstance(event, ModuleHook) and event.kind.startswith("pre"):
                 module = called(part, event)
                 order += [()] * len(containers.entered(event, module.path))
                 order.append(module.own)

@@ -48,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     stage3_max_live_parameters: int
     stage3_max_reuse_distance: int
     sub_group_size: int
+    offload_optimizer: Literal["none", "cpu", "cpu-pinned"]
     alloc_conf: str
     transformer_impl: Literal["transformer_engine", "local"]
     attention_backend: Literal["auto", "flash", "fused", "unfused"]

@@ -12,6 +12,7 @@ from memplan.kernels import FREES_WORKSPACES
 from memplan.models.base import BLOCKS
 from memplan.models.traced import (
     DTYPES,
+    MODULE,
     SUFFIXES,
     Computation,
     Cut,
@@ -40,6 +41,7 @@ from memplan.record import (
     Event,
     Free,
     HookKind,
+    ModuleHook,
     Phase,
     UnitHook,
     flops_of,
@@ -186,7 +188,7 @@ def _recording_of(model: TracedModel, context: OpContext, recompute: Recompute) 
         recompute=recompute,
         batch=context.micro_batch,
         seq_len=context.seq_len,
-        units=context.cast_units,
+        units=MODULE if context.hooks_modules else context.cast_units,
         cp_rank=context.cp_rank,
         rotate=context.cp_rotate_method,
     )
@@ -497,6 +499,8 @@ def _events(
         elif one.kind == "hook":
             hook = UnitHook(cast(HookKind, one.kernel), one.parameters)
             yield (hook,) if context.shards_experts else ()
+        elif one.kind == "module":
+            yield (ModuleHook(cast(HookKind, one.kernel), one.parameter, one.parameters),)
         else:
             yield (_event(one, buffers, named),)
 

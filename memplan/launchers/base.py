@@ -55,14 +55,18 @@ class Read:
         notes: what the launcher does otherwise than is planned.
         n_micro_batches: micro-batches of each replica, if it says that; with it the number of ranks gives
             the `global_batch`, or the `micro_batch`.
+        open: the keywords that the file leaves to its caller ("auto"): their values are the usual ones.
     """
 
     keywords: dict[str, Any]
     notes: tuple[str, ...] = ()
     n_micro_batches: int | None = None
+    open: frozenset[str] = frozenset()
 
-    def on_ranks(self, n_replicas: int) -> dict[str, Any]:
+    def on_ranks(self, n_replicas: int, micro_batch: int = 1) -> dict[str, Any]:
         """The keywords with the batch that so many replicas have.
+
+        `micro_batch`: the caller's, if the file leaves it open.
 
         Raises:
             InvalidValue: batches that contradict each other, in DeepSpeed's words.
@@ -70,9 +74,9 @@ class Read:
         n, found = self.n_micro_batches, dict(self.keywords)
         if n is None:
             return found
-        if "micro_batch" not in found:
+        if "micro_batch" not in found and "global_batch" in found:
             found["micro_batch"] = max(1, found["global_batch"] // (n_replicas * n))
-        whole = found["micro_batch"] * n * n_replicas
+        whole = found.get("micro_batch", micro_batch) * n * n_replicas
         if found.setdefault("global_batch", whole) != whole:
             raise InvalidValue(
                 "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size "

@@ -22,6 +22,12 @@ HARMLESS: Final = frozenset({
 """Keys that change no byte of a step."""
 
 OF_ZERO: Final = ("overlap_comm", "reduce_bucket_size")
+OFFLOAD: Final = "offload_optimizer"
+OFFLOAD_KEYS: Final = {
+    *("device", "pin_memory", "ratio", "nvme_path", "buffer_count", "pipeline_read", "pipeline_write"),
+    *("fast_init", "cpuadam_cores_perc"),
+}
+"""The section that a plan has of its own, and its keys; those of NVMe are not read for the host."""
 OF_STAGE_3: Final = (
     *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
     *("stage3_max_reuse_distance", "sub_group_size"),
@@ -47,7 +53,7 @@ AT_DEFAULT: Final[Mapping[str, Any]] = {
     "ignore_unused_parameters": True,
     **dict.fromkeys(("round_robin_gradients", "parameter_alignment", "zero_quantized_weights"), False),
     **dict.fromkeys(("zero_quantized_gradients", "cpu_offload", "cpu_offload_param"), False),
-    **dict.fromkeys(("offload_optimizer", "offload_param", "zenflow", "mics_shard_size"), None),
+    **dict.fromkeys(("offload_param", "zenflow", "mics_shard_size"), None),
     "zero_hpz_partition_size": 1,
     **dict.fromkeys(("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"), False),
     "stage3_module_granularity_threshold": 0,
@@ -60,6 +66,12 @@ NO_BYTES: Final = frozenset({
     "stage3_gather_fp16_weights_on_model_save",
 })  # fmt: skip
 """Keys of `zero_optimization` that change no byte of a step."""
+
+AUTO_WORD: Final = "auto"
+"""What transformers' Trainer replaces by its own arguments, and memplan by flags and keywords."""
+
+MAX_GRAD_NORM: Final = 1.0
+"""Source: transformers.training_args (`TrainingArguments.max_grad_norm`)."""
 
 PRECISIONS: Final = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 OPTIMIZERS: Final = {"adam": "adam", "adamw": "adamw"}
@@ -86,6 +98,8 @@ class DeepSpeedLauncher(Launcher):
         options = plan_dict(plan)
         told = _read_by(plan.zero)
         zero = {"stage": plan.zero} | {name: options[name] for name in told if options[name] is not None}
+        if (where := options[OFFLOAD]) != "none":
+            zero[OFFLOAD] = {"device": "cpu", "pin_memory": where == "cpu-pinned"}
         half = next(word for word, precision in PRECISIONS.items() if precision == plan.precision)
         optimizer = {"adam": "Adam", "adamw": "AdamW"}[plan.optimizer]
         values = {
@@ -116,19 +130,27 @@ def read_configuration(values: Any, model: Model) -> Read:
     if not isinstance(values, Mapping):
         raise InvalidValue(f"{shown_value(values)} is no DeepSpeed configuration; use an object of its keys.")
     _check_names("key of a DeepSpeed configuration", values, {*BATCH, *SECTIONS, *HARMLESS})
-    keywords: dict[str, Any] = {"engine": "deepspeed", "precision": _precision(values)}
+    precision, is_open = _precision(values)
+    keywords: dict[str, Any] = {"engine": "deepspeed", "precision": precision}
     keywords |= _zero(_section(values, "zero_optimization"), model)
     if clip := values.get("gradient_clipping", 0.0):
-        keywords["clip_grad_norm"] = clip
+        keywords["clip_grad_norm"] = MAX_GRAD_NORM if clip == AUTO_WORD else clip
     keywords["optimizer"] = _optimizer(_section(values, "optimizer"))
     total, each, steps = (_count(name, values) for name in BATCH)
-    if total is None and each is None:
+    auto = [values.get(name) == AUTO_WORD for name in BATCH]
+    if total is None and each is None and not any(auto[:2]):
         raise InvalidValue(
             "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided; use "
             "train_micro_batch_size_per_gpu."
         )
     keywords |= {name: n for name, n in (("global_batch", total), ("micro_batch", each)) if n is not None}
-    return Read(keywords=keywords, n_micro_batches=steps or (1 if total is None or each is None else None))
+    left_open = {"precision": is_open, "clip_grad_norm": values.get("gradient_clipping") == AUTO_WORD}
+    says_no_steps = any(auto) or (total is not None and each is not None)
+    return Read(
+        keywords=keywords,
+        n_micro_batches=steps or (None if says_no_steps else 1),
+        open=frozenset([name for name, is_auto in left_open.items() if is_auto]),
+    )
 
 
 def _check_names(what: str, found: Mapping[str, Any], known: set[str]) -> None:
@@ -147,41 +169,63 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _count(name: str, values: Mapping[str, Any]) -> int | None:
     """A number of samples or steps; "auto" is left to the training script, and here to the flags."""
     n = values.get(name)
-    if n is None or n == "auto":
+    if n is None or n == AUTO_WORD:
         return None
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise InvalidValue(f"{name}={shown_value(n)} has to be greater than 0; use a whole number.")
     return n
 
 
-def _precision(values: Mapping[str, Any]) -> str:
-    on = [word for word in PRECISIONS if _section(values, word).get("enabled") in (True, "auto")]
+def _precision(values: Mapping[str, Any]) -> tuple[str, bool]:
+    """The precision, and whether it is the caller's: both are "auto", which bfloat16 fills usually."""
+    enabled = {word: _section(values, word).get("enabled", False) for word in PRECISIONS}
+    if set(enabled.values()) == {AUTO_WORD}:
+        return PRECISIONS["bf16"], True
+    on = [word for word, said in enabled.items() if said is True]
+    on = on or [word for word, said in enabled.items() if said == AUTO_WORD]
     if len(on) != 1:
         said = "both bf16 and fp16 are enabled" if on else "neither bf16.enabled nor fp16.enabled is true"
         raise InvalidValue(f"{said}, which has no rule; enable one of them.")
-    return PRECISIONS[on[0]]
+    return PRECISIONS[on[0]], False
 
 
 def _zero(section: Mapping[str, Any], model: Model) -> dict[str, Any]:
     _check_names(
-        "key of zero_optimization", section, {"stage", *OF_ZERO, *OF_STAGE_3, *AT_DEFAULT, *NO_BYTES}
+        "key of zero_optimization", section, {"stage", OFFLOAD, *OF_ZERO, *OF_STAGE_3, *AT_DEFAULT, *NO_BYTES}
     )
     for name, usual in AT_DEFAULT.items():
         value = section.get(name, usual)
         value = None if isinstance(value, Mapping) and value.get("device") == "none" else value
-        if value not in (usual, "auto"):
+        if value not in (usual, AUTO_WORD):
             raise InvalidValue(
                 f"zero_optimization.{name}={shown_value(value)} has no rule yet; use {json.dumps(usual)}, or "
                 "leave it out."
             )
     found: dict[str, Any] = {"zero": section.get("stage", 0)}
+    if (where := _place(_section(section, OFFLOAD))) != "none":
+        found[OFFLOAD] = where
     for name in [name for name in _read_by(found["zero"]) if section.get(name) is not None]:
         value = section[name]
-        if value == "auto" and name in AUTO:
+        if value == AUTO_WORD and name in AUTO:
             value = AUTO[name](model.d_model)
-        if value != "auto":
+        if value != AUTO_WORD:
             found[name] = int(value) if isinstance(value, float) and value.is_integer() else value
     return found
+
+
+def _place(section: Mapping[str, Any]) -> str:
+    """Where offloaded states are.
+
+    Source: `deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig`.
+    """
+    _check_names(f"key of {OFFLOAD}", section, OFFLOAD_KEYS)
+    device = section.get("device", "none")
+    if device not in ("none", "cpu") or section.get("ratio", 1.0) != 1.0:
+        raise InvalidValue(
+            f"zero_optimization.{OFFLOAD}={shown_value(dict(section))} has no rule yet; use the device "
+            '"cpu" or "none", with a ratio of 1.'
+        )
+    return "cpu-pinned" if device == "cpu" and section.get("pin_memory", True) else str(device)
 
 
 def _read_by(stage: Any) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from memplan.models.base import Decoder, Layers, Model, model_dict, not_adapted,
 from memplan.models.families import Family, implemented
 from memplan.models.gpt import Gpt
 from memplan.models.llama import Llama
-from memplan.models.lookup import divided, model_from_config, resolve
+from memplan.models.lookup import divided, model_from_config, resolve, under_zero3
 from memplan.models.parameters import (
     counted_weights,
     end_modules,
@@ -41,4 +41,5 @@ __all__ = [
     "preset_names",
     "preset_source",
     "resolve",
+    "under_zero3",
 ]

@@ -11,6 +11,7 @@ from memplan.errors import (
     InvalidValue,
     MemplanError,
     MissingPackage,
+    MissingRule,
     UnknownName,
     installed,
     shown_value,
@@ -23,7 +24,7 @@ from memplan.models.config import Config, WithoutRule, config_file, model_name, 
 from memplan.models.families import FAMILIES, implementations_of, implemented
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
-from memplan.models.traced import is_trace, model_from_trace
+from memplan.models.traced import ZERO3, TracedModel, is_trace, model_from_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,6 +108,32 @@ def divided(
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
     return traced_from_config(Config(values), model.name, device, (precision,), cache=True, mesh=mesh)
+
+
+def under_zero3(model: Model, device: DeviceType, precision: str) -> Model:
+    """The model as DeepSpeed's ZeRO-3 runs it: itself, if its operations are known by module.
+
+    Else its module is traced for this precision, as by `divided`.
+
+    Raises:
+        MissingRule: of a trace that was not made for ZeRO-3.
+    """
+    if model.implementation in HOOKED or (isinstance(model, TracedModel) and model.is_zero3):
+        return model
+    values = model.config_values()
+    if values is None:
+        raise MissingRule(
+            f"zero=3: {model.name} was not traced for DeepSpeed's ZeRO-3, which gathers module by module; "
+            "trace it with memplan.trace(..., zero3=True).",
+            kind="DeepSpeed's ZeRO-3 of a model that was not traced for it",
+        )
+    from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
+
+    return traced_from_config(Config(values | {ZERO3: True}), model.name, device, (precision,), cache=True)
+
+
+HOOKED: Final = ("reference", "torchtitan")
+"""The implementations whose modules are known by name (`memplan.ops.modules`)."""
 
 
 def _resolved(model: Any, how: Tracing) -> Model:

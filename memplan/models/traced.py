@@ -27,12 +27,19 @@ from memplan.record import CollectiveKind, ComputeKind, HookKind, Phase
 from memplan.shapes import FP32, KINDS, Buffer, DType, Kind, Shape, buffer_of, n_elements
 from memplan.tape import Tensor
 
-FORMATS: Final = ("memplan trace 1", "memplan trace 2", "memplan trace 3", "memplan trace 4")
+FORMATS: Final = (
+    "memplan trace 1",
+    "memplan trace 2",
+    "memplan trace 3",
+    "memplan trace 4",
+    "memplan trace 5",
+)
 """The formats that a file may name.
 
 In the first, computations have FLOPs only. The third has `layers` and `kinds` instead of `n_blocks` and
 `block_parameters`; it is written where not all blocks are of one kind, else the second. The fourth, of a
-module that is divided over a `mesh`, has collectives and placements too.
+module that is divided over a `mesh`, has collectives and placements too. The fifth is of ZeRO-3 alone, with
+the hooks of every module.
 """
 
 BEGINS: Final = b'{"format":"memplan trace '
@@ -76,6 +83,12 @@ RECOMPUTES: Final = ("none", "full")
 
 UNITS: Final = ("", "block", "block+ends")
 """The units of FSDP2 beside its root that are traced; "" for none."""
+
+MODULE: Final = "module"
+"""The units of DeepSpeed's ZeRO-3: every module, whose hooks are recorded, and whose linears are its own."""
+
+ZERO3: Final = "zero3"
+"""The key beside a config.json's own that asks for a trace of ZeRO-3."""
 
 ROTATES: Final = ("allgather", "alltoall")
 """How `context_parallel` hands keys and values around: the two rotations that are traced."""
@@ -185,10 +198,13 @@ class TracedEvent(NamedTuple):
     weight, then stride, padding, dilation and output padding along each dim of an image, the number of
     groups, and whether it is transposed, and the channels of input and of weight are last. Or a collective of
     the kind that `kernel` names runs over this axis of the mesh; `shape` and `dtype` are of its full operand.
-    Or the "hook" of FSDP2 that `kernel` names is called, of a unit within a block with these `parameters`.
+    Or the "hook" of FSDP2 that `kernel` names is called, of a unit within a block with these `parameters`. Or
+    ZeRO-3's hook of a "module" is, whose path is `parameter` and which owns the `parameters`.
     """
 
-    kind: Literal["alloc", "free", "add", "grad", "compute", "kernel", "workspace", "collective", "hook"]
+    kind: Literal[
+        "alloc", "free", "add", "grad", "compute", "kernel", "workspace", "collective", "hook", "module"
+    ]
     buffer: int = -1
     parameter: str = ""
     phase: Phase = "forward"
@@ -208,8 +224,8 @@ class Variant(NamedTuple):
     recomputed, whether the batch was of one sample, where kernels and views may differ, and how the `units`
     of FSDP2 beside its root change that ("": not at all). A unit casts floats that it is called with to the
     weights' type ("block"); outside a unit its weights are float32 ("block+ends"). These are only recorded
-    where something else happens. `rotate`: how ring attention hands keys and values around ("": there is no
-    ring); `cp_rank`: the place of the recorded rank in the ring.
+    where something else happens. The unit "module" is ZeRO-3's. `rotate`: how ring attention hands keys and
+    values around ("": there is no ring); `cp_rank`: the place of the recorded rank in the ring.
     """
 
     weights: str
@@ -219,6 +235,11 @@ class Variant(NamedTuple):
     units: str = ""
     rotate: str = ""
     cp_rank: int = 0
+
+    @property
+    def casts(self) -> bool:
+        """Whether units cast what they are called with."""
+        return self.units not in ("", MODULE)
 
 
 class Cut(NamedTuple):
@@ -446,6 +467,11 @@ class TracedModel(Model):
         return tuple([one.name for one, _ in self.parameters if not one.requires_grad])
 
     @property
+    def is_zero3(self) -> bool:
+        """Whether it was traced for DeepSpeed's ZeRO-3."""
+        return any(variant.units == MODULE for variant in self.recordings)
+
+    @property
     def integer_dtypes(self) -> tuple[str, ...]:
         """The types of parameters that are not of floats."""
         return tuple(sorted({one.dtype for one, _ in self.parameters if not one.is_floating_point}))
@@ -500,12 +526,14 @@ class TracedModel(Model):
                 kind="a traced model that has no sequence",
             )
         asked = Variant(weights, autocast, recompute, batch == 1, rotate=rotate if "cp" in self.mesh else "")
-        for place, known in product((cp_rank, 0), reversed(UNITS[: UNITS.index(units) + 1])):
+        fewer = (MODULE,) if units == MODULE else UNITS[UNITS.index(units) :: -1]
+        for place, known in product((cp_rank, 0), fewer):
             if (variant := asked._replace(units=known, cp_rank=place)) in self.recordings:
                 return self.recordings[variant]
         others = sorted({_variant_text(variant) for variant in self.recordings})
+        said = _variant_text(asked._replace(units=units))
         raise MissingRule(
-            f"{self.name} was not traced with {_variant_text(asked)}, but with: {'; '.join(others)}; use "
+            f"{self.name} was not traced with {said}, but with: {'; '.join(others)}; use "
             "these, or trace it again so, if PyTorch runs it so (on CUDA no batch norm with weights in "
             "bfloat16).",
             kind="a traced model in a way in which it was not traced",
@@ -584,6 +612,7 @@ def _variant_text(variant: Variant) -> str:
     autocast = f", autocast to {variant.autocast}" if variant.autocast else ""
     samples = "one sample" if variant.alone else "several samples"
     rotate = f", {variant.rotate}" if variant.rotate else ""
+    rotate += ", by ZeRO-3's modules" if variant.units == MODULE else ""
     return f"{samples}, weights in {variant.weights}{autocast}, recompute={variant.recompute!r}{rotate}"
 
 
@@ -600,10 +629,13 @@ class _Tables(NamedTuple):
 
 def _plain(model: TracedModel) -> dict[str, Any]:
     """Plain values, as they are written."""
-    tables, of_one_kind = _Tables({}, {}, {}), list(model.of_kind) == [BLOCKS] and not model.mesh
+    tables, of_one_kind = (
+        _Tables({}, {}, {}),
+        list(model.of_kind) == [BLOCKS] and not (model.mesh or model.is_zero3),
+    )
     plain_kinds = {kind: [role, _plain_tensors(own)] for kind, (role, own) in model.of_kind.items()}
     return {
-        "format": FORMATS[3 if model.mesh else 1 if of_one_kind else 2],
+        "format": FORMATS[4 if model.is_zero3 else 3 if model.mesh else 1 if of_one_kind else 2],
         "name": model.name,
         "device": model.device,
         "made_with": model.made_with,
@@ -752,6 +784,8 @@ def _plain_event(event: TracedEvent, tables: _Tables) -> Any:
             return [[event.phase, event.kernel, event.axis], _plain_shape(event.shape), event.dtype]
         case "hook":
             return [event.kernel, [*event.parameters]]
+        case "module":
+            return [event.kernel, event.parameter, [*event.parameters]]
     return [event.phase, _index(event.computation, tables.computations)]
 
 
@@ -815,6 +849,7 @@ def _model(data: Any) -> TracedModel:
         [_computation(one) for one in of("computations", list | None) or []],
         [_convolution(one) for one in of("convolutions", list | None) or []],
         names,
+        {one.name for one in parameters},
         parts_with(called_kinds(of_kind)),
         mesh,
     )
@@ -973,7 +1008,7 @@ def _variant(value: list[Any]) -> Variant:
     if autocast:
         _dtype(autocast)
     checked_choice("recompute", recompute, RECOMPUTES)
-    checked_choice("units", units, UNITS)
+    checked_choice("units", units, (*UNITS, MODULE))
     checked_choice("rotate", rotate, ("", *ROTATES))
     return Variant(
         weights, autocast, recompute, alone, units, rotate, checked_count("cp_rank", cp_rank, least=0)
@@ -1030,6 +1065,7 @@ class _Known(NamedTuple):
     computations: list[Computation]
     convolutions: list[TracedEvent]
     parameters: set[str]
+    weights: set[str]
     parts: tuple[str, ...]
     mesh: Mapping[Group, int]
 
@@ -1117,6 +1153,12 @@ def _event(value: Any, n_buffers: int, known: _Known) -> TracedEvent:
         return _moved(value)
     if isinstance(value, list) and len(value) == 1:
         return TracedEvent("add", _place(value[0], n_buffers))
+    if isinstance(value, list) and len(value) == 3 and isinstance(value[0], str):
+        when, path, of = _items(value, "hook", str, str, list)
+        checked_choice("hook", when, HOOKS)
+        if not {*(names := _texts(of, "hook"))} <= known.weights:
+            raise _wrong(f"parameters {shown_value(names)} of {shown_value(path)} are not all the module's")
+        return TracedEvent("module", parameter=path, kernel=when, parameters=names)
     if isinstance(value, list) and len(value) == 3:
         called, shape, dtype = _items(value, "collective", list, list, str)
         phase, kind, axis = _items(called, "collective", str, str, str)

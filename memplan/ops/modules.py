@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from memplan.record import HookKind, UnitHook
+from memplan.record import HookKind, ModuleHook
 from memplan.shapes import Parameter
 from memplan.tape import Grads, Saved, Tensor
 
@@ -28,9 +28,9 @@ def as_module(operation: F) -> F:
         if not tape.context.hooks_modules:
             return operation(x, name, *args, **kwargs)
         path = f"{tape.scope}{name}"
-        tape.events.append(UnitHook("pre_forward", (path,)))
+        tape.events.append(ModuleHook("pre_forward", path))
         y = operation(_hooked(x, "post_backward", path), name, *args, **kwargs)
-        tape.events.append(UnitHook("post_forward", (path,)))
+        tape.events.append(ModuleHook("post_forward", path))
         return _hooked(y, "pre_backward", path)
 
     return cast(F, called)
@@ -42,7 +42,7 @@ def _hooked(x: Tensor, kind: HookKind, path: str) -> Tensor:
         return x
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        grad.tape.events.append(UnitHook(kind, (path,)))
+        grad.tape.events.append(ModuleHook(kind, path))
         return (grad,)
 
     return replace(x, node=x.tape.node((x.node,), (), backward))

@@ -110,7 +110,7 @@ class Judge:
         room_bytes = float(self._room[plan.mesh.n_communicators])
         stages = []
         for stage in stage_estimates(self.model, plan, device):
-            if stage.peak_bytes > room_bytes + most_over_bytes:
+            if stage.most_bytes > room_bytes + most_over_bytes:
                 return None
             stages.append(stage)
         estimate = estimate_of(self.model, plan, device, self.cluster, stages)
@@ -119,7 +119,7 @@ class Judge:
         return Judged(
             plan=plan,
             peak_bytes=peak_bytes,
-            over_bytes=int(max(0.0, peak_bytes - room_bytes)),
+            over_bytes=int(max(0.0, estimate.worst.most_bytes - room_bytes)),
             step_s=inf if step_s is None else step_s,
             estimate=estimate,
         )

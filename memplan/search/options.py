@@ -66,6 +66,7 @@ class PlanOptions(TypedDict, total=False):
     stage3_max_live_parameters: int | Iterable[int]
     stage3_max_reuse_distance: int | Iterable[int]
     sub_group_size: int | Iterable[int]
+    offload_optimizer: str | Iterable[str]
     alloc_conf: str
     transformer_impl: str | Iterable[str]
     attention_backend: str | Iterable[str]

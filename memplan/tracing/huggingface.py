@@ -31,7 +31,7 @@ from memplan.errors import (
 from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
-from memplan.models.traced import TracedModel
+from memplan.models.traced import ZERO3, TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
@@ -91,7 +91,11 @@ def traced_from_config(
     for key in LAYERS:
         checked_count(key, config.value(key, 1), most=MOST_LAYERS)
     task, class_name = _class_of(kind, config.architecture)
-    own = {k: v for k, v in config.values.items() if k not in (*NOT_READ, ADAPTERS) and not k.startswith("_")}
+    own = {
+        k: v
+        for k, v in config.values.items()
+        if k not in (*NOT_READ, ADAPTERS, ZERO3) and not k.startswith("_")
+    }
     offline = patch.object(import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
     with installed(f"transformers' {class_name}", "huggingface"), without_remarks():
         its_class = getattr(transformers, class_name)
@@ -109,7 +113,15 @@ def traced_from_config(
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         asked = [precision for precision in precisions if precision in RUNS] or USUAL
         return traced(
-            example, runs_on, None, asked, known, name, any_length=True, mesh=checked_mesh(mesh or {})
+            example,
+            runs_on,
+            None,
+            asked,
+            known,
+            name,
+            any_length=True,
+            mesh=checked_mesh(mesh or {}),
+            zero3=config.value(ZERO3, False),
         )
     except MemplanError:
         raise

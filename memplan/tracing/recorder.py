@@ -276,6 +276,11 @@ class Recorder(ShapesMode):
         self._locate()
         self.events.append(Event("hook", self.section, -1, (when, tuple(parameters))))
 
+    def module_hooked(self, path: str, parameters: tuple[str, ...], when: HookKind) -> None:
+        """Note that ZeRO-3's hook of a module, which has these parameters of its own, is called."""
+        self._locate()
+        self.events.append(Event("module", self.section, -1, (when, path, parameters)))
+
     def _mark(self, name: str) -> None:
         """Note a place among the events."""
         self._locate()

@@ -30,6 +30,7 @@ from memplan.errors import InvalidValue, MemplanError, MissingRule, reason, show
 from memplan.mesh import DIVIDING, Group, degrees_text
 from memplan.models.base import BLOCKS, Layers
 from memplan.models.traced import (
+    MODULE,
     RECOMPUTES,
     ROTATES,
     UNITS,
@@ -63,6 +64,7 @@ from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section, Unit, Unl
 from memplan.tracing.shapes import Shapes, dtype_name, tensors
 from memplan.tracing.units import OfOneSize, Parts, Point, parts_of, recording_of, shape_of
 from memplan.tracing.values import UnknownValue, known_value, make_known
+from memplan.tracing.zero3 import hooked_module, linears
 
 RUNS: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "fp32": (("float32", ""),),
@@ -123,6 +125,7 @@ def trace(
     mesh: Mapping[str, int] | None = None,
     parallelize: Parallelize | None = None,
     cp_ranks: Sequence[int] = (0,),
+    zero3: bool = False,
 ) -> TracedModel:
     """The module as a model to plan with: `memplan.estimate(memplan.trace(module, inputs), zero=3, dp=8)`.
 
@@ -158,6 +161,7 @@ def trace(
             around `parallelize_module`, say.
         cp_ranks: the places along cp whose passes are recorded; left out, the first one's. Others differ
             where attention to half of the keys, or of half of the queries, takes the place of the whole.
+        zero3: trace it as DeepSpeed's ZeRO-3 runs it, and for nothing else: with the hooks of each module.
 
     Raises:
         InvalidValue: for a module or an example that cannot be used, and why.
@@ -169,6 +173,8 @@ def trace(
             f"executed=True runs the module on one GPU, and mesh={shown_value(ranks)} divides it; leave one "
             "of them out."
         )
+    if zero3 and (executed or ranks):
+        raise InvalidValue("zero3=True is traced without a GPU, on one rank; leave out executed and mesh.")
     runs_on = _checked_device(device, executed=executed)
     example = checked_example(module, example_inputs, loss, targets, sequence)
     return traced(
@@ -182,6 +188,7 @@ def trace(
         mesh=ranks,
         parallelize=parallelize,
         cp_ranks=cp_ranks,
+        zero3=zero3,
     )
 
 
@@ -198,10 +205,11 @@ def traced(
     mesh: Mapping[Group, int] | None = None,
     parallelize: Parallelize | None = None,
     cp_ranks: Sequence[int] = (0,),
+    zero3: bool = False,
 ) -> TracedModel:
     """The model of an example; where it is for `any_length`, one of the example's own length is refused.
 
-    `mesh`, `parallelize`, `cp_ranks`: as of `trace`, checked.
+    `mesh`, `parallelize`, `cp_ranks`, `zero3`: as of `trace`, checked.
 
     Raises:
         MemplanError: as `trace`.
@@ -221,6 +229,7 @@ def traced(
             mesh=mesh or {},
             parallelize=parallelize,
             cp_rank=checked_count("cp_ranks", place, least=0, most=cp - 1),
+            zero3=zero3,
         )
         for place in dict.fromkeys(cp_ranks)
     ]
@@ -241,6 +250,7 @@ def _traced(
     mesh: Mapping[Group, int],
     parallelize: Parallelize | None,
     cp_rank: int,
+    zero3: bool,
 ) -> TracedModel:
     """The model of an example as the rank at this place along cp runs it."""
     if isinstance(precisions, str) or not precisions:
@@ -250,6 +260,13 @@ def _traced(
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
     if "cp" in mesh:  # under FSDP2 alone; float32 last, as fewer attention kernels take it
         runs = dict.fromkeys(sorted([run for run in runs if not run[1]], key=lambda run: run[0] == "float32"))
+    if zero3:
+        runs = {run: None for run in runs if not run[1] and run[0] != "float32"}
+    if zero3 and not runs:
+        raise InvalidValue(
+            f"precisions={shown_value(precisions)} have no weights in 16 bits, which ZeRO-3 has; use "
+            "'bf16-mixed' or 'fp16-mixed'."
+        )
     if not runs:
         raise InvalidValue(
             f"precisions={shown_value(precisions)} run under autocast, which is not traced over "
@@ -257,7 +274,7 @@ def _traced(
         )
     plays_cuda = runs_on == CUDA and not executed
     shapes = Shapes(CudaTensors() if plays_cuda else None)
-    why, kind = "", {"executes": executed, "any_length": any_length}
+    why, kind = "", {"executes": executed, "any_length": any_length, "zero3": zero3}
     with ExitStack() as stack:
         stack.enter_context(no_collection())
         stack.enter_context(ONE_THREAD())
@@ -396,6 +413,7 @@ class _Tracer:
         *,
         executes: bool,
         any_length: bool,
+        zero3: bool,
     ) -> None:
         self.ranks = ranks
         self.example = example
@@ -403,6 +421,7 @@ class _Tracer:
         self.shapes = shapes
         self.device = device
         self.executes = executes
+        self.zero3 = zero3
         self.any_length = any_length and example.has_sequence
         self.units = {block: unit for stack in stacks for block, unit in _units_of(stack)}
         self.paths = {unit.path: unit for unit in self.units.values()}
@@ -529,6 +548,8 @@ class _Tracer:
                 stack.enter_context(self._watched(recorder, variant))
                 if recompute == "full":
                     stack.enter_context(_checkpointing(self.example.module))
+                if variant.units == MODULE:
+                    stack.enter_context(linears())
                 recorder.events.clear()
                 stack.enter_context(recorder)
                 try:
@@ -638,15 +659,19 @@ class _Tracer:
         try:
             for end in ends:
                 end.shard(module, recorder)
+            first = {parameter: self.common(name) for name, parameter in module.named_parameters()}
             for path, one in module.named_modules():
                 before.append((one, vars(one).get("forward")))
                 scope = self.common(path) or type(one).__name__
                 forward = one.forward
+                if variant.units == MODULE:
+                    own = tuple([first[parameter] for parameter in one.parameters(recurse=False)])
+                    forward = hooked_module(forward, partial(recorder.module_hooked, self.common(path), own))
                 if any(placed(parameter) for parameter in one.parameters(recurse=False)):
                     forward = _within(self.ranks.within, forward)
                 named = _named(recorder, forward, scope)
                 if experts := self._experts(path, one):
-                    named = experts.dispatched(recorder, named, variant.weights if variant.units else "")
+                    named = experts.dispatched(recorder, named, variant.weights if variant.casts else "")
                 if one in self.units:
                     named = self._told(recorder, named, self.units[one], variant)
                 for end in ends:
@@ -673,7 +698,7 @@ class _Tracer:
         def block(*args: Any, **kwargs: Any) -> Any:
             again = recorder.is_recomputing  # by the module itself
             number = 0 if again else recorder.entered(unit, (args, kwargs))
-            if variant.units:
+            if variant.casts:
                 args, kwargs = _cast((args, kwargs), variant.weights)
             if variant.recompute == "full" and unit.role == "block":
                 output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -1104,6 +1129,10 @@ def _of_one_length(tracer: _Tracer) -> MissingRule:
 
 def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Variant]:
     """How the module is run; under other units of FSDP2 where these change the run before."""
+    if tracer.zero3:
+        for (weights, _), again in product(runs, RECOMPUTES if tracer.stacks else RECOMPUTES[:1]):
+            yield Variant(weights, "", again, alone=False, units=MODULE)
+        return
     for weights, autocast in runs:
         units = UNITS[1:] if tracer.stacks and not autocast and weights != "float32" else ()
         for again, rotate in product(RECOMPUTES if tracer.stacks else RECOMPUTES[:1], tracer.ranks.rotates):

@@ -31,7 +31,7 @@ from memplan.shapes import DType, Kind
 from memplan.tracing.computed import Computed
 from memplan.tracing.recorder import Event, Recorder, Section, Stored, Unit, Unlike
 
-CALLS: Final = ("compute", "kernel", "workspace", "collective", "hook")
+CALLS: Final = ("compute", "kernel", "workspace", "collective", "hook", "module")
 """The events of no storage."""
 
 
@@ -535,7 +535,7 @@ def _skeleton(event: Event) -> Any:
         case "collective":
             sent, phase = event.detail
             return event.kind, phase, sent.kind, sent.axis, sent.dtype, len(sent.shape)
-        case "hook":
+        case "hook" | "module":
             return event.kind, event.detail
     return event.kind, event.storage
 
@@ -580,6 +580,9 @@ def _event(events: Sequence[Event], points: Sequence[Point]) -> TracedEvent:
             )
         case "hook":
             return TracedEvent("hook", kernel=one.detail[0], parameters=one.detail[1])
+        case "module":
+            when, path, own = one.detail
+            return TracedEvent("module", parameter=path, kernel=when, parameters=own)
     computation = _computation([event.detail[0] for event in events], points)
     return TracedEvent("compute", phase=one.detail[1], computation=computation)
 

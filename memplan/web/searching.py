@@ -150,7 +150,7 @@ class Searching:
         outside = outside_allocator(plan.mesh.n_communicators).high_bytes
         stages = []
         for stage in stage_estimates(self.model, plan, device):
-            if budget is not None and stage.peak_bytes + outside > budget:
+            if budget is not None and stage.most_bytes + outside > budget:
                 return False
             stages.append(stage)
         found = estimate_of(self.model, plan, device, self.cluster, stages)

@@ -5,14 +5,14 @@ Each is a flat list of rows, a model and a plan; on one GPU each takes some minu
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from memplan import Llama, Plan
 from memplan.engines.options import plan_of, with_said
 from memplan.errors import InvalidValue
 from memplan.estimate import rank_estimate
 from memplan.hardware import gpu
-from memplan.models import Decoder
+from memplan.models import Decoder, Model, implemented, resolve
 from memplan.precisions import PRECISIONS
 from memplan.tape import Backend
 from validate.cases import GPU_STEPS, UNTIMED_STEPS, Case, runnable, title
@@ -334,12 +334,65 @@ DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tu
 )
 """One rank of 7 to 256 under DeepSpeed's ZeRO-0 to 3; `initialize` holds all weights twice."""
 
+LLAMA, QWEN, GPT_OF_HF, TIED = (
+    implemented(resolve(name), "huggingface") for name in ("llama-3-8b", "qwen3-8b", "gpt2", "qwen2.5-0.5b")
+)
+
+DEEPSPEED_OF_TRANSFORMERS: Final[tuple[tuple[Model, dict[str, Any], int], ...]] = (
+    (LLAMA, {"dp": 8, "zero": 1, **FULL}, 0),
+    (LLAMA, {"dp": 8, "zero": 2, **FULL, "overlap_comm": True}, 7),
+    (LLAMA, {"dp": 64, "zero": 2, "seq_len": 2048}, 31),
+    (LLAMA, {"dp": 8, "zero": 3, **FULL}, 0),
+    (LLAMA, {"dp": 64, "zero": 3}, 63),
+    (LLAMA, {"dp": 64, "zero": 3, **FULL, "overlap_comm": False, "micro_batch": 2}, 0),
+    (LLAMA, {"dp": 256, "zero": 3, **FULL, "global_batch": 768, "clip_grad_norm": 1.0}, 100),
+    (LLAMA, {"dp": 8, "zero": 3, "recompute": "full", "recompute_blocks": 16}, 5),
+    (LLAMA, {"dp": 8, "zero": 3, **FULL, "stage3_max_reuse_distance": 0}, 0),
+    (LLAMA, {"dp": 8, "zero": 3, **FULL, "stage3_prefetch_bucket_size": 200_000_000}, 0),
+    (LLAMA, {"dp": 7, "zero": 3, **FULL, "stage3_param_persistence_threshold": 5_000_000}, 6),
+    (QWEN, {"dp": 8, "zero": 1, **FULL, "overlap_comm": True}, 0),
+    (QWEN, {"dp": 8, "zero": 2, **FULL, "clip_grad_norm": 1.0}, 3),
+    (QWEN, {"dp": 8, "zero": 3, **FULL}, 0),
+    (QWEN, {"dp": 64, "zero": 3}, 17),
+    (QWEN, {"dp": 256, "zero": 3, **FULL, "global_batch": 512}, 255),
+    (GPT_OF_HF, {"dp": 8, "seq_len": 1024}, 0),
+    (GPT_OF_HF, {"dp": 8, "zero": 1, "seq_len": 1024, "micro_batch": 8}, 7),
+    (GPT_OF_HF, {"dp": 8, "zero": 2, "seq_len": 1024, "global_batch": 24, **FULL}, 0),
+    (GPT_OF_HF, {"dp": 8, "zero": 3, "seq_len": 1024, "micro_batch": 8}, 0),
+    (GPT_OF_HF, {"dp": 64, "zero": 3, "seq_len": 1024, "global_batch": 192, **FULL}, 63),
+    (GPT_OF_HF, {"dp": 8, "zero": 3, "seq_len": 1024, "stage3_max_reuse_distance": 0}, 1),
+    (TIED, {"dp": 8, "zero": 2}, 0),
+    (TIED, {"dp": 8, "zero": 3, **FULL, "recompute_blocks": 8, "precision": "fp16-mixed"}, 0),
+    (TIED, {"dp": 256, "zero": 3, "micro_batch": 2}, 200),
+    (LLAMA, {"dp": 64, "zero": 2, **FULL, "offload_optimizer": "cpu"}, 0),
+    (LLAMA, {"dp": 256, "zero": 1, **FULL, "offload_optimizer": "cpu-pinned", "overlap_comm": True}, 255),
+    (
+        replace(LLAMA, n_layers=4),
+        {"dp": 8, "zero": 1, **FULL, "offload_optimizer": "cpu", "seq_len": 512},
+        0,
+    ),
+    (TIED, {"dp": 8, "zero": 1, "offload_optimizer": "cpu"}, 0),
+    (TIED, {"dp": 8, "zero": 2, "global_batch": 24, "offload_optimizer": "cpu-pinned"}, 3),
+    (TIED, {"dp": 64, "zero": 2, **FULL, "precision": "fp16-mixed", "offload_optimizer": "cpu"}, 63),
+)
+"""One rank of 7 to 256, with transformers' own modules whole; two of the models have tied ends."""
+
 
 def gpu_deepspeed(gpus: Gpus | None) -> tuple[Case, ...]:
     """One rank of a world under DeepSpeed with stand-ins for the others; as many layers as fit one GPU."""
-    return tuple(
-        case for model, options, ranks in DEEPSPEED for case in _stand_ins(model, options, ranks, gpus)
-    )
+    own = [case for model, options, ranks in DEEPSPEED for case in _stand_ins(model, options, ranks, gpus)]
+    return *own, *(_of_transformers(*row, gpus) for row in DEEPSPEED_OF_TRANSFORMERS)
+
+
+def _of_transformers(model: Model, options: dict[str, Any], rank: int, gpus: Gpus | None) -> Case:
+    plan = _plan({"seq_len": 4096, "engine": "deepspeed"} | options)
+    whole = cast(Decoder, model)
+    if gpus is None:
+        found = _on_cpu(narrow(whole, n_layers=3), in_short(plan), backend="fake", rank=rank)
+    else:
+        backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
+        found = _on_gpu(whole, plan, gpus, backend=backend, rank=rank)
+    return replace(found, name=f"{found.name} (transformers), rank {rank}")
 
 
 ALLOC_CONFS: Final = ("expandable_segments:True", "max_split_size_mb:32", "garbage_collection_threshold:0.9")

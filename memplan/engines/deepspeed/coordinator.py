@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, final
 from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.options import DeepSpeedOptions
 from memplan.engines.module_calls import Containers, Part, called
-from memplan.record import COMPUTE, Collective, Event, RecordEvent, UnitHook, WaitStream, allocs, frees
+from memplan.record import COMPUTE, Collective, Event, ModuleHook, RecordEvent, WaitStream, allocs, frees
 from memplan.shapes import Buffer, DType, buffer_of
 
 ALL_GATHER: Final = "all-gather"
@@ -218,7 +218,7 @@ class ModuleHooks:
         self.coordinator.reset_step()
         self._containers = Containers()
 
-    def __call__(self, part: Part[Slot], hook: UnitHook) -> Iterator[Event]:
+    def __call__(self, part: Part[Slot], hook: ModuleHook) -> Iterator[Event]:
         """What a hook gathers or frees."""
         path, own = called(part, hook)
         if hook.kind.startswith("post"):

@@ -4,11 +4,15 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from memplan.allocator import AllocatorConfig
-from memplan.fields import Count, Flag, Setting, described
+from memplan.fields import Choice, Count, Flag, Setting, described
 from memplan.plan import Plan
 
 DEEPSPEED_VERSION: Final = "0.19.8"
 """The release whose rules are played."""
+
+
+PLACES: Final = ("none", "cpu", "cpu-pinned")
+"""Where offloaded states are: on the GPU, on the host, or page-locked there (`pin_memory`)."""
 
 
 @final
@@ -44,6 +48,12 @@ class DeepSpeedOptions:
     sub_group_size: int = described(
         1_000_000_000, Count("ZeRO-3: elements of a partition that are updated at a time", word="sub-group")
     )
+    offload_optimizer: str = described(
+        "none",
+        Choice(
+            "ZeRO-1 and 2: where the optimizer is, on the host with cpu", choices=PLACES, word="offload-opt"
+        ),
+    )
     alloc_conf: str = described(
         "",
         Setting(
@@ -53,7 +63,7 @@ class DeepSpeedOptions:
     )  # fmt: skip
 
 
-OF_STAGE_3: Final = tuple([*DeepSpeedOptions.__dataclass_fields__][2:-1])
+OF_STAGE_3: Final = tuple([*DeepSpeedOptions.__dataclass_fields__][2:-2])
 """The options of ZeRO-3 alone."""
 
 

@@ -6,7 +6,7 @@ from typing import Final
 from memplan.engines.deepspeed.options import OF_STAGE_3, DeepSpeedOptions, deepspeed_options
 from memplan.engines.refusals import check_positions
 from memplan.errors import MissingRule, PlanRefused
-from memplan.models import Gpt, Llama, Model, ends_are_tied
+from memplan.models import Gpt, Llama, Model, TracedModel, ends_are_tied
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.plan import Plan
 
@@ -17,19 +17,32 @@ PRECISIONS: Final = ("bf16-mixed", "fp16-mixed")
 def _check_modelled(model: Model, plan: Plan) -> None:
     """Raise for what has no rule yet, with DeepSpeed's name of it.
 
-    ZeRO-3 gathers modules one by one, which are known by name in memplan's own models.
+    Under ZeRO-3 transformers' modules are traced; in memplan's own no module has the parameter of another.
     """
-    named = isinstance(model, Llama | Gpt | TorchtitanLlama) and not ends_are_tied(model)
+    tied = isinstance(model, Llama | Gpt | TorchtitanLlama) and ends_are_tied(model)
+    partly = isinstance(model, TracedModel) and model.frozen
+    unused = model.unused if isinstance(model, TracedModel) else ()
     halves = " or ".join(map(repr, PRECISIONS))
     options: tuple[tuple[bool, str, str], ...] = (
-        (plan.offload, "offload=True (zero_optimization.offload_optimizer)", "offload=False"),
+        (plan.offload, "offload=True", "offload_optimizer='cpu' with zero=1 or 2"),
+        (
+            plan.zero == 3 and deepspeed_options(plan).offload_optimizer != "none",
+            "offload_optimizer with zero=3",
+            "zero=2, or 'none'",
+        ),
         (plan.precision not in PRECISIONS, f"precision={plan.precision!r}", f"{halves} (bf16, fp16.enabled)"),
         (
             plan.optimizer not in ("adam", "adamw"),
             f"optimizer={plan.optimizer!r}",
             "'adamw' or 'adam' (FusedAdam)",
         ),
-        (plan.zero == 3 and not named, f"zero=3 of {model.name}", "zero=2, or an untied Llama or GPT"),
+        (
+            plan.zero == 3 and tied,
+            f"zero=3 of tied ends in memplan's own modules, as {model.name} has,",
+            "implementation='huggingface'",
+        ),
+        (bool(unused), f"{model.name}, whose {min(unused, default='')} gets no gradient,", "frozen weights"),
+        (plan.zero == 3 and bool(partly), f"zero=3 of {model.name}, of which a part is frozen,", "zero=2"),
         (plan.zero == 3 and plan.recompute == "selective", "recompute='selective' with zero=3", "'full'"),
     )
     for asked, what, other in options:
@@ -49,7 +62,8 @@ def _check_options(model: Model, plan: Plan) -> None:
         )
     options, usual = deepspeed_options(plan), DeepSpeedOptions()
     unused = () if plan.zero == 3 else OF_STAGE_3
-    for name in unused if plan.zero else ("overlap_comm", "reduce_bucket_size", *unused):
+    own = "overlap_comm", "reduce_bucket_size", "offload_optimizer"
+    for name in unused if plan.zero else (*own, *unused):
         if (value := getattr(options, name)) != getattr(usual, name):
             raise PlanRefused(
                 f"{name}={value} is of another ZeRO stage than zero={plan.zero}; leave it out.",

@@ -11,7 +11,7 @@ from memplan.engines.base import RankRecord
 from memplan.engines.deepspeed.coordinator import ModuleHooks, PartitionedParameterCoordinator
 from memplan.engines.deepspeed.flat import Slot, slots_of
 from memplan.engines.deepspeed.fp16_optimizer import FP16Optimizer
-from memplan.engines.deepspeed.stage import OVERFLOW_BUFFER, DeepSpeedStage
+from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.stage3 import Stage3Optimizer
 from memplan.engines.deepspeed.stage_1_and_2 import DeepSpeedZeroOptimizer
 from memplan.engines.deepspeed.zero_optimizer import UPDATE_NAME, Optimizer
@@ -22,8 +22,8 @@ from memplan.plan import Rank
 from memplan.record import (
     AccumulateGrad,
     Event,
+    ModuleHook,
     Stretch,
-    UnitHook,
     allocs,
     chain,
     events,
@@ -114,7 +114,7 @@ class DeepSpeedEngine:
         """A part's events with those of the hooks of its modules and of its gradients."""
         for event in part.segment.events:
             yield event
-            if isinstance(event, UnitHook) and self.hooks is not None:
+            if isinstance(event, ModuleHook) and self.hooks is not None:
                 yield from self.hooks(part, event)
             elif isinstance(event, AccumulateGrad):
                 slot = part.owned[event.parameter]
@@ -139,7 +139,8 @@ class DeepSpeedEngine:
         return RankRecord(
             rank=self.rank, layers=(range(stage.n_blocks),), step=step, update=(update,),
             rest=stage.rest + Counter([*self.optimizer.states, *self.optimizer.kept]),
-            grads=Counter(self.optimizer.grads),
+            grads=Counter(self.optimizer.grads), host=self.optimizer.host,
+            setup=events("set-up", self._setup()) if self.optimizer.keeps_weights else None,
             program=None if stage.device.on_cpu else partial(self._program, step),
         )  # fmt: skip
 
@@ -163,7 +164,7 @@ class DeepSpeedEngine:
         for parameters, buffers in stage.modules():
             whole = parameters if self.optimizer.keeps_weights else ()
             yield from allocs(*[stage.weights[one] for one in whole], *buffers)
-        yield from (*allocs(OVERFLOW_BUFFER), *self.optimizer.setup())
+        yield from (*allocs(*stage.of_adam), *self.optimizer.setup())
         batch = plan.n_micro_batches * plan.micro_batch
         drawn = buffer_of("tokens and targets", (batch, plan.seq_len + 1), INT64)
         both = [] if isinstance(stage.model, TracedModel) or stage.model.computes_loss else [drawn]

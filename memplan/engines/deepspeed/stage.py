@@ -2,13 +2,13 @@
 
 from collections import Counter
 from functools import cached_property
-from typing import Final, final
+from typing import final
 
 from memplan.device import Device
 from memplan.engines.deepspeed.options import deepspeed_options
 from memplan.engines.stage import ModelStage, cublas_workspaces, trained
 from memplan.memory import Alive
-from memplan.models import Layers, Model
+from memplan.models import Layers, Model, under_zero3
 from memplan.plan import Plan
 from memplan.shapes import INT32, Buffer, Parameter, buffer_of
 from memplan.tape import USUAL_BACKENDS, Backend, OpContext
@@ -22,12 +22,13 @@ class DeepSpeedStage(ModelStage):
     """
 
     def __init__(self, model: Model, plan: Plan, device: Device, backend: Backend | None) -> None:
-        self.model, self.plan, self.device = model, plan, device
+        self.model = under_zero3(model, device.type, plan.precision) if plan.zero == 3 else model
+        self.plan, self.device = plan, device
         self.options = deepspeed_options(plan)
         self.backend = backend or USUAL_BACKENDS[device.type]
         self.first = self.last = True
-        self.layers: tuple[Layers, ...] = model.layers
-        self.n_blocks = model.n_blocks
+        self.layers: tuple[Layers, ...] = self.model.layers
+        self.n_blocks = self.model.n_blocks
         self.dtype = plan.formats.compute
 
     @cached_property
@@ -65,7 +66,10 @@ class DeepSpeedStage(ModelStage):
         """What is alive between steps beside the optimizer's flat tensors."""
         frozen = [self.weights[one] for one in self.parameters() if not one.requires_grad]
         workspaces = [workspace for _, workspace in self.workspaces]
-        return Counter([*frozen, *self.inputs, *self.buffers, *workspaces, OVERFLOW_BUFFER])
+        return Counter([*frozen, *self.inputs, *self.buffers, *workspaces, *self.of_adam])
 
-
-OVERFLOW_BUFFER: Final = buffer_of("_dummy_overflow_buf", (1,), INT32)  # of FusedAdam
+    @property
+    def of_adam(self) -> list[Buffer]:
+        """What FusedAdam makes for itself; DeepSpeedCPUAdam makes nothing."""
+        on_gpu = self.options.offload_optimizer == "none"
+        return [buffer_of("_dummy_overflow_buf", (1,), INT32)] * on_gpu

@@ -3,9 +3,12 @@
 Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer`.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, final
 
+from memplan.allocator import page_locked_bytes
+from memplan.engines.base import HostRecord
 from memplan.engines.deepspeed.flat import Partitions, Slot
 from memplan.engines.deepspeed.options import overlaps
 from memplan.engines.deepspeed.stage import DeepSpeedStage
@@ -17,8 +20,9 @@ from memplan.engines.deepspeed.zero_optimizer import (
     norms_of,
     stepped,
 )
+from memplan.kernels import norm_scratch
 from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
-from memplan.shapes import FP32, UINT8, Buffer, buffer_of
+from memplan.shapes import FP32, FP64, UINT8, Buffer, buffer_of
 
 GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP32)
 """The unscaled norm; the engine keeps the last step's until this step is over."""
@@ -37,8 +41,6 @@ class DeepSpeedZeroOptimizer(Optimizer):
         has_partition: whether `grads_in_partition` has been allocated in this backward pass.
     """
 
-    kept = (GLOBAL_NORM,)
-
     def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot], rank: int) -> None:
         super().__init__(stage, slots)
         options, plan, dtype = stage.options, stage.plan, stage.dtype
@@ -49,16 +51,26 @@ class DeepSpeedZeroOptimizer(Optimizer):
         size = self.partitions.size
         self.flat = flat_buffer("bit16_groups_flat", self.partitions.n_elements, dtype, weights=True)
         self.master = flat_buffer("single_partition_of_fp32_groups", size)
-        self.made_in_step = flat_buffer("exp_avg", size), flat_buffer("exp_avg_sq", size)
+        self.moments = flat_buffer("exp_avg", size), flat_buffer("exp_avg_sq", size)
         names = ("ipg bucket", "second ipg bucket")[: 1 + self.overlaps]
         self.ipg_buffers = [buffer_of(name, (self.bucket_size,), dtype) for name in names]
         self.own = self.partitions.slices(rank)
         self.padding = size - sum(self.own.values())
         owned = sum([slot.n_elements for slot in self.own])
         self.grads_in_partition = buffer_of("grads_in_partition", (owned,), dtype, "grads")
-        self.states = self.flat, self.master, *self.made_in_step
+        self.kept: Sequence[Buffer] = (GLOBAL_NORM,)
+        self.made_in_step: Sequence[Buffer] = self.moments
+        self.states: Sequence[Buffer] = (self.flat, self.master, *self.moments)
         self.grads = [buffer_of("averaged_gradients", (size,), dtype, "grads")]
         self.zeros = buffer_of("padding of averaged_gradients", (self.padding,), dtype, "grads")
+        self.offloads = options.offload_optimizer != "none"
+        self.norms = [buffer_of("norm of a gradient", (), FP64) for _ in self.own]
+        if self.offloads:
+            largest = max([slot.n_elements for slot in slots])
+            self.staging = buffer_of("temp_grad_buffer_for_gpu_offload", (largest,), dtype)
+            self.states, self.kept, self.made_in_step = (self.flat, self.staging), (), ()
+            self.grads = [buffer_of("single_grad_partition", (size,), FP32, "grads")]
+        self.at_boundary = False
         self.bucket: list[Slot] = []
         self.left: list[Slot] = []
         self.has_partition = self.ready_for_gradients = False
@@ -76,10 +88,14 @@ class DeepSpeedZeroOptimizer(Optimizer):
         zeros = buffer_of("single_grad_partition", (self.partitions.size,), FP32)
         pads, weights = [pad] * (padding > 0), [self.stage.weights[slot.parameter] for slot in self.slots]
         yield from (*allocs(*pads, self.flat), *frees(*pads, *weights))
-        yield from (*allocs(part, self.master), *frees(part), *allocs(zeros), *frees(zeros))
+        if self.offloads:
+            yield from (*allocs(part), *frees(part), *allocs(self.staging))
+        else:
+            yield from (*allocs(part, self.master), *frees(part), *allocs(zeros), *frees(zeros))
 
     def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
         """Plays `process_gradients`."""
+        self.at_boundary = boundary
         if not self.ready_for_gradients:  # setup_buckets
             self.ready_for_gradients = True
             yield from allocs(*self.ipg_buffers)
@@ -107,20 +123,59 @@ class DeepSpeedZeroOptimizer(Optimizer):
         ranges = self.partitions.ranges(self.bucket)
         yield from self.reduced(ranges, self.bucket_size, self.stream)
         for slot in self.bucket:
-            if slot in self.own and not self.has_partition:
+            if slot in self.own and self.offloads:
+                yield from self._to_host(slot)
+            elif slot in self.own and not self.has_partition:
                 self.has_partition = True
                 yield from allocs(self.grads_in_partition)
-            if self._is_large(slot) and (slot in self.own or self.partition_gradients):
+            stays = self.offloads and not self.at_boundary and slot in self.own
+            if self._is_large(slot) and not stays and (slot in self.own or self.partition_gradients):
                 yield from frees(self.grad(slot))
             elif self._is_large(slot):
                 self.left.append(slot)
         self.bucket = []
+
+    def _to_host(self, slot: Slot) -> Iterator[Event]:
+        """The norm of a gradient's slice, and a copy in float32 that the host gets, at the boundary.
+
+        Neglects: the scalars of `has_inf_or_nan`.
+        Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.copy_grads_in_partition`.
+        """
+        if not self.at_boundary:
+            yield _copy("gradients to the host", slot.n_elements * self.stage.dtype.itemsize, self.stream)
+            return
+        n, norm = self.own[slot], self.norms[list(self.own).index(slot)]
+        doubles, floats = (buffer_of("gradient as it is sent", (n,), dtype) for dtype in (FP64, FP32))
+        scratch = [buffer_of("scratch of a norm", (b,), UINT8) for b in norm_scratch(self.stage.device, n)]
+        self.flattened += [doubles, floats, norm, *scratch]
+        yield from (*allocs(doubles, norm, *scratch), *frees(*scratch, doubles))
+        sent = _copy("gradients to the host", floats.n_bytes, self.stream)
+        yield from (*allocs(floats), sent, *frees(floats))
+
+    @property
+    def host(self) -> HostRecord | None:
+        """The masters, the moments, float32 gradients and what is copied to them and from them."""
+        if not self.offloads:
+            return None
+        size, dtype = self.partitions.size, self.stage.dtype
+        copied = [self.master, *self.grads, buffer_of("param_buffer_of_bit16", (size,), dtype)]
+        copied.append(buffer_of("temp_grad_buffer_for_cpu_offload", self.staging.shape, dtype))
+        if self.stage.plan.n_micro_batches > 1:
+            copied += [buffer_of("accumulated_grads_in_cpu", (slot.n_elements,), dtype) for slot in self.own]
+        pinned = copied if self.stage.options.offload_optimizer == "cpu-pinned" else []
+        spare = [page_locked_bytes(one.n_bytes) - one.n_bytes for one in pinned]
+        rest = [buffer_of("rest of a page-locked block", (n,), UINT8) for n in spare if n]
+        pageable = [*self.moments, *(() if pinned else copied)]
+        return HostRecord(
+            pinned=Counter([*pinned, *rest]), pageable=Counter(pageable), step=events("host", ())
+        )
 
     def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
         """Reduces the rest; a partition's gradients are added to an earlier micro-batch's.
 
         Plays `independent_gradient_partition_epilogue`, and ZeRO-1's `reduce_gradients`.
         """
+        self.at_boundary = boundary
         if not (self.partition_gradients or boundary):
             return
         if not (self.partition_gradients or self.overlaps):  # reduce_gradients
@@ -128,7 +183,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
                 yield from self.reduce_independent_p_g_buckets_and_remove_grads(slot)
         yield from self.reduce_ipg_grads()
         yield from [WaitStream(COMPUTE, REDUCTION)] * self.overlaps
-        yield from allocs(*[self.zeros] * (boundary and self.padding > 0))
+        yield from allocs(*[self.zeros] * (boundary and self.padding > 0 and not self.offloads))
         yield from frees(*self.ipg_buffers)
         yield from frees(*[self.grad(slot) for slot in self.left])
         self.left, self.ready_for_gradients = [], False
@@ -138,6 +193,13 @@ class DeepSpeedZeroOptimizer(Optimizer):
 
     def step(self) -> Stretch:
         """Plays `DeepSpeedZeroOptimizer.step`."""
+        if self.offloads:
+            sums = all_reduce("overflow flag", 1), all_reduce("norm of gradients", FP32.itemsize)
+            gather = Collective(
+                kind="all_gather", axis="dp", what="gather updated weights", payload_bytes=self.flat.n_bytes
+            )
+            back = _copy("updated weights", self.partitions.size * self.stage.dtype.itemsize)
+            return stepped(events("norm of gradients", (*sums, *frees(*self.norms))), after=(back, gather))
         size = self.partitions.size
         flat = buffer_of("flat_grad_partition", (size,), self.stage.dtype)
         single = buffer_of("single_grad_partition", (size,), FP32)
@@ -159,3 +221,8 @@ class DeepSpeedZeroOptimizer(Optimizer):
         yield all_reduce("overflow flag", UINT8.itemsize)
         yield from norms_of(self.stage, self.own.values())
         yield all_reduce("norm of gradients", FP32.itemsize)
+
+
+def _copy(what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:
+    """A copy between the GPU and its host."""
+    return Collective(kind="copy", axis="host", what=what, payload_bytes=n_bytes, stream=stream)

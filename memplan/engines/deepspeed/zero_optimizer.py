@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from memplan.engines.base import HostRecord
 from memplan.engines.deepspeed.flat import Slot, calls_of
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.kernels import norm_scratch
@@ -36,6 +37,11 @@ class Optimizer(ABC):
         self.stage, self.slots = stage, slots
         self.grad_of = stage.trace.gradients()
         self.flattened: list[Buffer] = []
+
+    @property
+    def host(self) -> HostRecord | None:
+        """What the host holds instead of the GPU; None where nothing is offloaded."""
+        return None
 
     @property
     def on_own_stream(self) -> Sequence[tuple[Buffer, str]]:

@@ -10,22 +10,12 @@ Source: `torch.distributed.fsdp._fully_shard._fsdp_api:CPUOffloadPolicy`,
 from collections import Counter
 from collections.abc import Iterator
 
+from memplan.allocator import page_locked_bytes
 from memplan.engines.base import HostRecord
 from memplan.engines.torch.optimizer import update
 from memplan.engines.torch.stage import RankStages
 from memplan.record import allocs, chain, events, frees
 from memplan.shapes import UINT8, Buffer, buffer_of
-
-
-def page_locked_bytes(n_bytes: int) -> int:
-    """Bytes of the block that holds a page-locked tensor of `n_bytes`: the next power of two.
-
-    Source: aten/src/ATen/core/CachingHostAllocator.h (`allocate`).
-
-    >>> page_locked_bytes(3000), page_locked_bytes(4096), page_locked_bytes(0)
-    (4096, 4096, 0)
-    """
-    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
 
 
 def host_of(stages: RankStages) -> HostRecord | None:

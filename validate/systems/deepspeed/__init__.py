@@ -4,9 +4,11 @@
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, cast
 from unittest.mock import patch
 
 import torch
@@ -16,15 +18,26 @@ from torch import Tensor, nn
 from memplan import Plan
 from memplan.engines.deepspeed.options import DEEPSPEED_VERSION, OF_STAGE_3, deepspeed_options
 from memplan.errors import MemplanError, PlanRefused
-from memplan.models import Decoder
+from memplan.models import Decoder, Llama
+from memplan.models.torchtitan import TorchtitanLlama
+from memplan.plan import Rank
 from validate.cases import Case
 from validate.standin import materialised
 from validate.systems import Training
 from validate.systems.deepspeed.patches import without_kernels
 from validate.systems.torch import modules
 from validate.systems.torch.modules import Transformer, rotations, token_loss
-from validate.systems.torch.parallelize import stage_module, torch_dtype
+from validate.systems.torch.parallelize import torch_dtype
 from validate.systems.torch.passes import batch
+from validate.systems.torch.wild import (
+    checkpoint_blocks,
+    checkpoint_only,
+    loss_of,
+    stacks_of,
+    values_as_on_a_gpu,
+    wild_inputs,
+    wild_of,
+)
 
 MASTERS: Final = {
     0: "fp32_groups_flat",
@@ -46,6 +59,9 @@ def configuration(plan: Plan, learning_rate: float) -> dict[str, Any]:
         zero |= {"overlap_comm": options.overlap_comm, "reduce_bucket_size": options.reduce_bucket_size}
     if plan.zero == 3:
         zero |= {name: getattr(options, name) for name in OF_STAGE_3}
+    if options.offload_optimizer != "none":
+        pinned = options.offload_optimizer == "cpu-pinned"
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
     half = {"fp16": {"enabled": True, "initial_scale_power": SCALE_POWER}}
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -62,24 +78,26 @@ def configuration(plan: Plan, learning_rate: float) -> dict[str, Any]:
 
 
 class DeepSpeedTraining(Training):
-    """The micro-batches of a rank and DeepSpeed's engine, whose last `step` of a step is the update."""
+    """The micro-batches of a rank and DeepSpeed's engine, whose last `step` of a step is the update.
 
-    def __init__(self, engine: Any, plan: Plan, tokens: Tensor, targets: Tensor) -> None:
+    `loss_of`: the loss of the i-th micro-batch.
+    """
+
+    def __init__(self, engine: Any, plan: Plan, loss_of: Callable[[int], Tensor]) -> None:
         super().__init__(_axis_of_group())
-        self._engine, self._chunks = engine, plan.loss_chunks
-        n = plan.n_micro_batches
-        self._micro_batches = list(zip(tokens.chunk(n), targets.chunk(n), strict=True))
+        self._engine, self._loss_of = engine, loss_of
+        self._n_micro_batches = plan.n_micro_batches
 
     def gradients(self) -> float | None:
         total = 0.0
-        for i, (x, y) in enumerate(self._micro_batches):
+        for i in range(self._n_micro_batches):
             if i:
                 self._engine.step()
-            loss = token_loss(self._engine(x), y, chunks=self._chunks)
+            loss = self._loss_of(i)
             self._engine.backward(loss)
             total += float(loss.detach())
             del loss
-        return total / len(self._micro_batches)
+        return total / self._n_micro_batches
 
     def update(self) -> None:
         self._engine.step()
@@ -106,6 +124,9 @@ class DeepSpeedTraining(Training):
         return int(self._engine.zero_optimization_stage())
 
     def grads(self) -> Sequence[Tensor]:
+        optimizer = self._engine.optimizer
+        if getattr(optimizer, "cpu_offload", False):
+            return [one.grad for one in optimizer.single_partition_of_fp32_groups]
         if self._zero:
             return [
                 one for found in self._engine.optimizer.averaged_gradients.values() for one in found or ()
@@ -145,8 +166,6 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
             "engine='deepspeed' is run without a GPU, one rank of a world; use the suite gpu-deepspeed with "
             "--device nogpu."
         )
-    if not isinstance(case.model, Decoder):
-        raise PlanRefused(f"{case.model.name}: DeepSpeed is run with memplan's own models; use llama-3-8b.")
     plan, at = case.plan, case.plan.place(rank)
     os.environ.update(_ranks(plan, rank))
     config = configuration(plan, case.learning_rate)
@@ -154,14 +173,24 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         import deepspeed
 
         deepspeed.init_distributed("nccl", verbose=False, dist_init_required=False)
-        module = _module(case.model, plan, device, config)
+        module = _module(case, device, config)
         engine, *_ = deepspeed.initialize(
             model=module,
             config=config,
             model_parameters=[one for one in module.parameters() if one.requires_grad],
         )
-    tokens, targets = batch(case.model, plan, at, seed=case.seed, device=device)
-    return DeepSpeedTraining(engine, plan, tokens, targets)
+    return DeepSpeedTraining(engine, plan, _losses(case, engine, at, device))
+
+
+def _losses(case: Case, engine: Any, at: Rank, device: torch.device) -> Callable[[int], Tensor]:
+    """The loss of the i-th micro-batch of this rank."""
+    plan, n = case.plan, case.plan.n_micro_batches
+    if isinstance(case.model, Decoder) and not case.is_of_others:
+        tokens, targets = (one.chunk(n) for one in batch(case.model, plan, at, seed=case.seed, device=device))
+        return lambda i: token_loss(engine(tokens[i]), targets[i], chunks=plan.loss_chunks)
+    inputs = wild_inputs(case.model, plan, at, device, seed=case.seed)
+    parts = [{name: value.chunk(n)[i] for name, value in inputs.items()} for i in range(n)]
+    return values_as_on_a_gpu()(lambda i: loss_of(engine, parts[i]))
 
 
 def _ranks(plan: Plan, rank: int) -> dict[str, str]:
@@ -176,27 +205,50 @@ def _ranks(plan: Plan, rank: int) -> dict[str, str]:
     }
 
 
-def _module(model: Decoder, plan: Plan, device: torch.device, config: dict[str, Any]) -> nn.Module:
+def _module(case: Case, device: torch.device, config: dict[str, Any]) -> nn.Module:
     """The model in the type that DeepSpeed makes it, on the device; under ZeRO-3 in partitions."""
-    half = torch_dtype(plan.formats.compute)
-    if plan.zero == 3:
-        made = _partitioned(model, plan, device, config)
-    else:
-        made = stage_module(model, plan, 0, seed=None, device=torch.device("meta"))
-    made.recompute, made.recompute_blocks = plan.recompute, plan.recompute_blocks
-    return materialised(made.bfloat16() if half == torch.bfloat16 else made.half(), device)
-
-
-def _partitioned(model: Decoder, plan: Plan, device: torch.device, config: dict[str, Any]) -> Transformer:
-    """The model made under `zero.Init`, which would make rotary angles in 16 bits: they are made before."""
     import deepspeed
 
-    theta = getattr(model, "rope_theta", None)
-    angles = None if theta is None else rotations(plan.seq_len, model.d_head, theta, device)
+    model, plan = case.model, case.plan
     half = torch_dtype(plan.formats.compute)
-    with (
-        deepspeed.zero.Init(config_dict_or_path=config, dtype=half),
-        device,
-        patch.object(modules, "rotations", lambda *_: angles),
-    ):
-        return Transformer(model, range(model.n_layers), seq_len=plan.seq_len)
+    with ExitStack() as stack:
+        if plan.zero == 3:
+            stack.enter_context(_in_float32(case, device))
+            stack.enter_context(deepspeed.zero.Init(config_dict_or_path=config, dtype=half))
+        stack.enter_context(device if plan.zero == 3 else torch.device("meta"))
+        made: nn.Module = _of_others(case) if case.is_of_others else _own(cast(Decoder, model), plan)
+    made.train()
+    for one in made.parameters():
+        one.data = one.data.to(half)
+    return materialised(made, device)
+
+
+@contextmanager
+def _in_float32(case: Case, device: torch.device) -> Iterator[None]:
+    """A block in which `zero.Init` makes rotary angles in their own type: memplan's are made before."""
+    model = case.model
+    with ExitStack() as stack:
+        if case.is_of_others:
+            integration = import_module("transformers.integrations.deepspeed")
+            stack.enter_context(integration.prevent_arange_dtype_change())
+        elif isinstance(model, Llama | TorchtitanLlama):
+            angles = rotations(case.plan.seq_len, model.d_head, model.rope_theta, device)
+            stack.enter_context(patch.object(modules, "rotations", lambda *_: angles))
+        yield
+
+
+def _own(model: Decoder, plan: Plan) -> Transformer:
+    """The model in memplan's own modules."""
+    made = Transformer(model, range(model.n_layers), seq_len=plan.seq_len)
+    made.recompute, made.recompute_blocks = plan.recompute, plan.recompute_blocks
+    return made
+
+
+def _of_others(case: Case) -> nn.Module:
+    """The module of a traced model, or of transformers, which is made as `from_pretrained` makes it."""
+    with import_module("transformers.initialization").no_init_weights():
+        made = wild_of(case.model).module()
+    cast(Any, made).tie_weights()
+    checkpoint_blocks(made, case.plan)
+    checkpoint_only(stacks_of(made, case.model), made, case.plan)
+    return made

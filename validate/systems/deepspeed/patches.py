@@ -26,12 +26,19 @@ def _agreed(check: Callable[..., None]) -> Callable[..., None]:
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """No kernel of FusedAdam is compiled, and ranks that are not there agree with this one."""
-    from deepspeed.ops.op_builder import FusedAdamBuilder
+    from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
     def load(self: Any, verbose: bool = True) -> SimpleNamespace:
         return SimpleNamespace(multi_tensor_adam=_does_nothing)
 
+    def load_for_cpu(self: Any, verbose: bool = True) -> SimpleNamespace:
+        return SimpleNamespace(**dict.fromkeys(("create_adam", "adam_update", "destroy_adam"), _does_nothing))
+
     coordinator.assert_ints_same_as_other_ranks = _agreed(coordinator.assert_ints_same_as_other_ranks)
-    with patch.dict("os.environ", DS_SKIP_CUDA_CHECK="1"), patch.object(FusedAdamBuilder, "load", load):
+    with (
+        patch.dict("os.environ", DS_SKIP_CUDA_CHECK="1"),
+        patch.object(FusedAdamBuilder, "load", load),
+        patch.object(CPUAdamBuilder, "load", load_for_cpu),
+    ):
         yield

@@ -840,16 +840,13 @@ def wild_modules(
         elif plan.mesh.dividing and mesh is not None and hasattr(module, "_resolve_parallel_plans"):
             by_plan_of_transformers(module, mesh)
         stacks, path = stacks_of(module, model), ""
-        if plan.recompute != "none":
-            kept = {"context_fn": kept_contexts} if plan.recompute == "selective" else {}
-            cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False, **kept})
+        checkpoint_blocks(module, plan)
         if plan.pp > 1:
             (own,) = stacks
             path = next(name for name, one in module.named_modules() if list(one.children()) == own)
             module = wild_stage(module, path, plan, stage)
             stacks = [list(module.module.get_submodule(path).children())]
-        if plan.recompute != "none":
-            _checkpoint_only([one for own in stacks for one in own][: plan.recompute_blocks], module)
+        checkpoint_only(stacks, module, plan)
         if plan.fsdp and mesh is not None and torch_options(plan).fsdp_version == 1:
             module = fully_sharded(module, [one for own in stacks for one in own], plan, mesh, device)
         elif plan.fsdp and mesh is not None:
@@ -937,8 +934,18 @@ def _units(
         yield from units_of_blocks(blocks, plan)
 
 
-def _checkpoint_only(blocks: list[nn.Module], module: nn.Module) -> None:
-    """Turn checkpointing off in all layers of transformers except these blocks."""
+def checkpoint_blocks(module: nn.Module, plan: Plan) -> None:
+    """Turn checkpointing on in a module of transformers, if the plan recomputes."""
+    if plan.recompute != "none":
+        kept = {"context_fn": kept_contexts} if plan.recompute == "selective" else {}
+        cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False, **kept})
+
+
+def checkpoint_only(stacks: list[list[nn.Module]], module: nn.Module, plan: Plan) -> None:
+    """Turn checkpointing off in all layers of transformers except the blocks that the plan recomputes."""
+    if plan.recompute == "none":
+        return
+    blocks = [one for own in stacks for one in own][: plan.recompute_blocks]
     kind = import_module("transformers.modeling_layers").GradientCheckpointingLayer
     for one in module.modules():
         if isinstance(one, kind) and one not in blocks:
@@ -968,6 +975,19 @@ def divided_over(
     return divided_sequences(mesh["cp"], sequences, torch_options(plan).cp_rotate_method)
 
 
+def wild_inputs(
+    model: TracedModel | Decoder, plan: Plan, at: Rank, device: torch.device, *, seed: int
+) -> dict[str, Tensor]:
+    """This replica's part of the batch."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = inputs_over(plan.cp, wild_of(model).inputs(plan.global_batch, plan.seq_len, generator))
+    place = at.dp_replicate * plan.dp + at.dp
+    own: dict[int, Tensor] = {}
+    for value in drawn.values():
+        own.setdefault(id(value), value.chunk(plan.n_replicas)[place].clone().to(device))
+    return {name: own[id(value)] for name, value in drawn.items()}
+
+
 def wild_passes(
     modules: Mapping[int, nn.Module],
     model: TracedModel | Decoder,
@@ -980,19 +1000,13 @@ def wild_passes(
     seed: int,
 ) -> Passes:
     """Forward and backward of one step on this replica's part of the batch."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = inputs_over(plan.cp, wild_of(model).inputs(plan.global_batch, plan.seq_len, generator))
-    place = at.dp_replicate * plan.dp + at.dp
-    own: dict[int, Tensor] = {}
-    for value in drawn.values():
-        own.setdefault(id(value), value.chunk(plan.n_replicas)[place].clone().to(device))
-    inputs = {name: own[id(value)] for name, value in drawn.items()}
+    inputs = wild_inputs(model, plan, at, device, seed=seed)
     if model.name == "two-towers":
         inputs["targets"] %= plan.micro_batch
     if plan.pp > 1 and mesh is not None:
         width, returns_loss = model.d_model or WIDTH, "targets" not in inputs
         if isinstance(model, Decoder) and 0 not in modules:
-            del inputs["input_ids"], own
+            del inputs["input_ids"]
         run = wild_pipeline(
             modules, plan, inputs, mesh, device, scaler, width=width, returns_loss=returns_loss
         )
