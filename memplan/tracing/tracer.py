@@ -43,8 +43,10 @@ from memplan.models.traced import (
     Variant,
     modules_with,
 )
+from memplan.plan import Recompute
 from memplan.record import HookKind
 from memplan.tracing.cache import no_collection, setting
+from memplan.tracing.compiled import compiled, compiling
 from memplan.tracing.context import chosen_for_dtensors, divided_sequences
 from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
 from memplan.tracing.divided import (
@@ -198,10 +200,12 @@ def traced(
     mesh: Mapping[Group, int] | None = None,
     parallelize: Parallelize | None = None,
     cp_ranks: Sequence[int] = (0,),
+    compiles: Sequence[Recompute] = (),
 ) -> TracedModel:
     """The model of an example; where it is for `any_length`, one of the example's own length is refused.
 
-    `mesh`, `parallelize`, `cp_ranks`: as of `trace`, checked.
+    `mesh`, `parallelize`, `cp_ranks`: as of `trace`, checked. `compiles`: blocks are compiled, and recomputed
+    in these ways, of the example's size only; empty: they are not compiled.
 
     Raises:
         MemplanError: as `trace`.
@@ -221,6 +225,7 @@ def traced(
             mesh=mesh or {},
             parallelize=parallelize,
             cp_rank=checked_count("cp_ranks", place, least=0, most=cp - 1),
+            compiles=compiles,
         )
         for place in dict.fromkeys(cp_ranks)
     ]
@@ -241,6 +246,7 @@ def _traced(
     mesh: Mapping[Group, int],
     parallelize: Parallelize | None,
     cp_rank: int,
+    compiles: Sequence[Recompute],
 ) -> TracedModel:
     """The model of an example as the rank at this place along cp runs it."""
     if isinstance(precisions, str) or not precisions:
@@ -257,7 +263,7 @@ def _traced(
         )
     plays_cuda = runs_on == CUDA and not executed
     shapes = Shapes(CudaTensors() if plays_cuda else None)
-    why, kind = "", {"executes": executed, "any_length": any_length}
+    why, kind = "", {"executes": executed, "any_length": any_length, "compiles": compiles}
     with ExitStack() as stack:
         stack.enter_context(no_collection())
         stack.enter_context(ONE_THREAD())
@@ -396,6 +402,7 @@ class _Tracer:
         *,
         executes: bool,
         any_length: bool,
+        compiles: Sequence[Recompute],
     ) -> None:
         self.ranks = ranks
         self.example = example
@@ -403,9 +410,11 @@ class _Tracer:
         self.shapes = shapes
         self.device = device
         self.executes = executes
+        self.compiles = compiles
         self.any_length = any_length and example.has_sequence
         self.units = {block: unit for stack in stacks for block, unit in _units_of(stack)}
         self.paths = {unit.path: unit for unit in self.units.values()}
+        self.inside = tuple([f"{path}." for path in self.paths])
         self.names = _common_names(example.module, self.units.values())
         before, after = self.outside()
         self.ends = {"embed": before, "head": after} if stacks else {}
@@ -524,10 +533,12 @@ class _Tracer:
             inputs, targets, sequences = self._inputs(point, recorder)
             scale = _given(torch.ones(()), recorder) if "float16" in (weights, autocast) else None
             with ExitStack() as stack:
+                if self.compiles:
+                    stack.enter_context(compiling(recorder))
                 for hook in self._hooks(parameters, recorder):
                     stack.callback(hook.remove)
                 stack.enter_context(self._watched(recorder, variant))
-                if recompute == "full":
+                if recompute != "none":
                     stack.enter_context(_checkpointing(self.example.module))
                 recorder.events.clear()
                 stack.enter_context(recorder)
@@ -639,9 +650,13 @@ class _Tracer:
             for end in ends:
                 end.shard(module, recorder)
             for path, one in module.named_modules():
+                if self.compiles and path.startswith(self.inside):
+                    continue
                 before.append((one, vars(one).get("forward")))
                 scope = self.common(path) or type(one).__name__
                 forward = one.forward
+                if self.compiles and one in self.units:
+                    forward = compiled(one, variant.recompute)
                 if any(placed(parameter) for parameter in one.parameters(recurse=False)):
                     forward = _within(self.ranks.within, forward)
                 named = _named(recorder, forward, scope)
@@ -675,7 +690,7 @@ class _Tracer:
             number = 0 if again else recorder.entered(unit, (args, kwargs))
             if variant.units:
                 args, kwargs = _cast((args, kwargs), variant.weights)
-            if variant.recompute == "full" and unit.role == "block":
+            if variant.recompute == "full" and unit.role == "block" and not self.compiles:
                 output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
             else:
                 output = forward(*args, **kwargs)
@@ -1068,7 +1083,7 @@ def _recordings(
     """
     (batch, whole), cp = tracer.example.point, tracer.ranks.cp
     length = whole // cp
-    tried = () if tracer.executes else (_lengths(tracer.example, length), (length, length, length))
+    tried = () if tracer.executes or tracer.compiles else (_lengths(tracer.example, length), (length, length, length))
     for lengths in dict.fromkeys(tried):
         try:
             found = _for_any_batch(tracer, runs, lengths)
@@ -1106,7 +1121,8 @@ def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Vari
     """How the module is run; under other units of FSDP2 where these change the run before."""
     for weights, autocast in runs:
         units = UNITS[1:] if tracer.stacks and not autocast and weights != "float32" else ()
-        for again, rotate in product(RECOMPUTES if tracer.stacks else RECOMPUTES[:1], tracer.ranks.rotates):
+        recomputes = tracer.compiles or (RECOMPUTES if tracer.stacks else RECOMPUTES[:1])
+        for again, rotate in product(recomputes, tracer.ranks.rotates):
             cp_rank = tracer.ranks.context.cp_rank if tracer.ranks.context else 0
             plain = Variant(weights, autocast, again, alone=False, rotate=rotate, cp_rank=cp_rank)
             yield plain
