@@ -72,7 +72,7 @@ EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 """The keys of a config.json that say how many experts a block has."""
 
 RECOMPUTES: Final = ("none", "full")
-"""The kinds of recomputation that are traced."""
+"""The kinds of recomputation that are traced; of compiled blocks the selective one too."""
 
 UNITS: Final = ("", "block", "block+ends")
 """The units of FSDP2 beside its root that are traced; "" for none."""
@@ -219,6 +219,14 @@ class Variant(NamedTuple):
     units: str = ""
     rotate: str = ""
     cp_rank: int = 0
+
+
+class Compiles(NamedTuple):
+    """Blocks are compiled: of micro-batches of this size, recomputed in these ways."""
+
+    micro_batch: int
+    seq_len: int
+    recomputes: tuple[str, ...]
 
 
 class Cut(NamedTuple):

@@ -6,7 +6,9 @@ runs on tensors without data. So what is saved, fused away, reused and freed is 
 """
 
 import ast
+import logging
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final
@@ -19,17 +21,18 @@ from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.nn import functional
 from torch.library import _scoped_library
+from torch.nn import functional
 from torch.utils import _triton
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from memplan.device import H100
-from memplan.plan import Recompute
+from memplan.tracing.cache import setting
 from memplan.tracing.cuda import CHOICES, on_cuda
 from memplan.tracing.recorder import Recorder
 from memplan.tracing.shapes import ATEN
+from memplan.tracing.torchtitan import TorchtitanBlock, kept_contexts, second_products_kept
 
 GPU: Final = types.SimpleNamespace(
     name=H100.name,
@@ -84,7 +87,7 @@ def _traced_on_cuda(mode: Any, func: Any, types: Any, args: Any = (), kwargs: An
 
 @contextmanager
 def compiling(recorder: Recorder) -> Iterator[None]:
-    """A block, within `without_a_gpu`, in which `torch.compile` compiles for CUDA, for code that this records.
+    """A block within `without_a_gpu` where `torch.compile` compiles for CUDA code that the recorder sees run.
 
     Source: torch/_inductor/graph.py (`_compile_to_module_lines`).
     """
@@ -98,6 +101,7 @@ def compiling(recorder: Recorder) -> Iterator[None]:
     nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     changes: tuple[AbstractContextManager[Any], ...] = (
         config.patch(SETTINGS),
+        setting(lambda: logging.root.manager.disable, logging.disable, logging.WARNING),
         of_cuda("get_device_properties", GPU),
         of_cuda("is_available", True),
         of_cuda("is_bf16_supported", True),
@@ -120,7 +124,8 @@ def compiling(recorder: Recorder) -> Iterator[None]:
         patch.object(GraphLowering, "_compile_to_module_lines", loaded),
     )
     torch._dynamo.reset()
-    with ExitStack() as stack:
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that complex numbers are slow, say
         for change in changes:
             stack.enter_context(change)
         library = stack.enter_context(_scoped_library("aten", "IMPL"))
@@ -138,15 +143,18 @@ def _constant(
     return torch.empty(size, dtype=dtype)
 
 
-def compiled(block: nn.Module, recompute: Recompute) -> Callable[..., Any]:
-    """The block's forward function as `torch.compile` runs it: one graph, of the sizes that it is called with.
+def compiled(block: nn.Module, recompute: str) -> Callable[..., Any]:
+    """The block's forward function as `torch.compile` runs it: one graph, of the sizes it is called with.
 
     As torchtitan compiles blocks, what is recomputed is within the graph, and left to the partitioner. No
     mode is active until the generated code runs, as Dynamo would compile the mode.
 
     Source: torchtitan/models/llama3/infra/parallelize.py (`apply_compile`).
     """
-    run = torch.compile(RUNS[recompute], fullgraph=True, dynamic=False)
+    run = RUNS[recompute]
+    if recompute == "selective" and isinstance(block, TorchtitanBlock):
+        run = _recomputed_but_second_products
+    run = torch.compile(run, fullgraph=True, dynamic=False)
 
     def without_modes(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes(), patch.multiple(functional, **FUNCTIONS):
@@ -167,7 +175,15 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(_run, block, *args, use_reentrant=False, **kwargs)
 
 
-RUNS: Final = {"none": _run, "full": _recomputed}
+def _recomputed_but_products(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(_run, block, *args, use_reentrant=False, context_fn=kept_contexts, **kwargs)
+
+
+def _recomputed_but_second_products(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(_run, block, *args, use_reentrant=False, context_fn=second_products_kept, **kwargs)
+
+
+RUNS: Final = {"none": _run, "full": _recomputed, "selective": _recomputed_but_products}
 
 
 # --- The generated code ---

@@ -31,7 +31,7 @@ from memplan.errors import (
 from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
-from memplan.models.traced import TracedModel
+from memplan.models.traced import Compiles, TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
@@ -69,6 +69,7 @@ def traced_from_config(
     device: DeviceType,
     precisions: Sequence[str] = (),
     mesh: Mapping[Group, int] | None = None,
+    compiles: Compiles | None = None,
 ) -> TracedModel:
     """The model of a config.json whose `model_type` transformers knows.
 
@@ -109,7 +110,15 @@ def traced_from_config(
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         asked = [precision for precision in precisions if precision in RUNS] or USUAL
         return traced(
-            example, runs_on, None, asked, known, name, any_length=True, mesh=checked_mesh(mesh or {})
+            example,
+            runs_on,
+            None,
+            asked,
+            known,
+            name,
+            any_length=True,
+            mesh=checked_mesh(mesh or {}),
+            compiles=compiles,
         )
     except MemplanError:
         raise

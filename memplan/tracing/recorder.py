@@ -58,7 +58,7 @@ Source: aten/src/ATen/native/cuda/Dropout.cu (`dropout_cuda`), aten/src/ATen/nat
 (`_thnn_fused_lstm_cell_cuda`).
 """
 
-EMPTY: Final = ": empty_strided"
+EMPTY: Final = "empty_strided"
 """How the name of a buffer ends that nothing has filled yet."""
 
 SOLE_OWNER: Final = (4, 2)
@@ -317,7 +317,7 @@ class Recorder(ShapesMode):
         self._seen(tensor, function)
 
     def filled(self, given: Iterable[Tensor], kernel: str) -> None:
-        """Note that a kernel of compiled code has run, which gives the name of what it is the first to fill."""
+        """Note that a kernel of compiled code has run: what it is the first to fill has its name."""
         for tensor in given:
             storage = self.storage_of(tensor)
             if storage >= 0 and self.storages[storage].name.endswith(EMPTY):

@@ -33,6 +33,7 @@ from memplan.models.traced import (
     RECOMPUTES,
     ROTATES,
     UNITS,
+    Compiles,
     Ends,
     Placed,
     Recording,
@@ -43,7 +44,6 @@ from memplan.models.traced import (
     Variant,
     modules_with,
 )
-from memplan.plan import Recompute
 from memplan.record import HookKind
 from memplan.tracing.cache import no_collection, setting
 from memplan.tracing.compiled import compiled, compiling
@@ -200,17 +200,19 @@ def traced(
     mesh: Mapping[Group, int] | None = None,
     parallelize: Parallelize | None = None,
     cp_ranks: Sequence[int] = (0,),
-    compiles: Sequence[Recompute] = (),
+    compiles: Compiles | None = None,
 ) -> TracedModel:
     """The model of an example; where it is for `any_length`, one of the example's own length is refused.
 
-    `mesh`, `parallelize`, `cp_ranks`: as of `trace`, checked. `compiles`: blocks are compiled, and recomputed
-    in these ways, of the example's size only; empty: they are not compiled.
+    `mesh`, `parallelize`, `cp_ranks`: as of `trace`, checked. `compiles`: how blocks are compiled; None: they
+    are not.
 
     Raises:
         MemplanError: as `trace`.
     """
     cp = (mesh or {}).get("cp", 1)
+    if compiles:
+        example = example.at((compiles.micro_batch, compiles.seq_len))
     _check_sequences(example, cp)
     found = [
         _traced(
@@ -246,7 +248,7 @@ def _traced(
     mesh: Mapping[Group, int],
     parallelize: Parallelize | None,
     cp_rank: int,
-    compiles: Sequence[Recompute],
+    compiles: Compiles | None,
 ) -> TracedModel:
     """The model of an example as the rank at this place along cp runs it."""
     if isinstance(precisions, str) or not precisions:
@@ -254,6 +256,8 @@ def _traced(
             f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
         )
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
+    if compiles:  # under autocast nothing is compiled yet
+        runs = dict.fromkeys([run for run in runs if not run[1]])
     if "cp" in mesh:  # under FSDP2 alone; float32 last, as fewer attention kernels take it
         runs = dict.fromkeys(sorted([run for run in runs if not run[1]], key=lambda run: run[0] == "float32"))
     if not runs:
@@ -402,7 +406,7 @@ class _Tracer:
         *,
         executes: bool,
         any_length: bool,
-        compiles: Sequence[Recompute],
+        compiles: Compiles | None,
     ) -> None:
         self.ranks = ranks
         self.example = example
@@ -1083,7 +1087,11 @@ def _recordings(
     """
     (batch, whole), cp = tracer.example.point, tracer.ranks.cp
     length = whole // cp
-    tried = () if tracer.executes or tracer.compiles else (_lengths(tracer.example, length), (length, length, length))
+    tried = (
+        ()
+        if tracer.executes or tracer.compiles
+        else (_lengths(tracer.example, length), (length, length, length))
+    )
     for lengths in dict.fromkeys(tried):
         try:
             found = _for_any_batch(tracer, runs, lengths)
@@ -1121,7 +1129,9 @@ def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Vari
     """How the module is run; under other units of FSDP2 where these change the run before."""
     for weights, autocast in runs:
         units = UNITS[1:] if tracer.stacks and not autocast and weights != "float32" else ()
-        recomputes = tracer.compiles or (RECOMPUTES if tracer.stacks else RECOMPUTES[:1])
+        recomputes: Sequence[str] = RECOMPUTES if tracer.stacks else RECOMPUTES[:1]
+        if tracer.compiles:
+            recomputes = tracer.compiles.recomputes
         for again, rotate in product(recomputes, tracer.ranks.rotates):
             cp_rank = tracer.ranks.context.cp_rank if tracer.ranks.context else 0
             plain = Variant(weights, autocast, again, alone=False, rotate=rotate, cp_rank=cp_rank)
