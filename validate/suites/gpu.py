@@ -20,6 +20,7 @@ from validate.gpus import Gpus
 from validate.predict import estimated_rank
 from validate.published import ROWS, by_torchtitan, comparable_estimate, compared, read_rows
 from validate.suites.adapters import gpu_adapters
+from validate.suites.compiled import gpu_compiled
 from validate.suites.divided import gpu_divided
 from validate.suites.families import gpu_families
 from validate.suites.models import in_small
@@ -409,6 +410,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-wild": gpu_wild,
     "gpu-divided": gpu_divided,
     "gpu-adapters": gpu_adapters,
+    "gpu-compiled": gpu_compiled,
     "gpu-optimizers": gpu_optimizers,
     "gpu-families": gpu_families,
 }

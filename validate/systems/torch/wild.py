@@ -41,6 +41,7 @@ from validate.cases import Divided
 from validate.standin import materialised
 from validate.systems.torch.adapters import with_adapters
 from validate.systems.torch.architectures import is_architecture, small_module
+from validate.systems.torch.compiled import compile_blocks
 from validate.systems.torch.modules import kept_contexts
 from validate.systems.torch.parallelize import (
     fsdp_options,
@@ -840,7 +841,10 @@ def wild_modules(
         elif plan.mesh.dividing and mesh is not None and hasattr(module, "_resolve_parallel_plans"):
             by_plan_of_transformers(module, mesh)
         stacks, path = stacks_of(module, model), ""
-        if plan.recompute != "none":
+        compiles = compile_blocks([one for one in module.modules() if list(one.children()) in stacks], plan)
+        if compiles:
+            stacks = stacks_of(module, model)
+        if plan.recompute != "none" and not compiles:
             kept = {"context_fn": kept_contexts} if plan.recompute == "selective" else {}
             cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False, **kept})
         if plan.pp > 1:
@@ -848,7 +852,7 @@ def wild_modules(
             path = next(name for name, one in module.named_modules() if list(one.children()) == own)
             module = wild_stage(module, path, plan, stage)
             stacks = [list(module.module.get_submodule(path).children())]
-        if plan.recompute != "none":
+        if plan.recompute != "none" and not compiles:
             _checkpoint_only([one for own in stacks for one in own][: plan.recompute_blocks], module)
         if plan.fsdp and mesh is not None and torch_options(plan).fsdp_version == 1:
             module = fully_sharded(module, [one for own in stacks for one in own], plan, mesh, device)
