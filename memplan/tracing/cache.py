@@ -68,7 +68,7 @@ class Request(NamedTuple):
     device: DeviceType
     precisions: tuple[str, ...]
     mesh: tuple[tuple[Group, int], ...]
-    compiles: Compiles | None
+    compiles: Compiles | None = None
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice, product
 from math import gcd, isqrt
+from threading import RLock
 from typing import Any, Final, NamedTuple, cast, get_args
 from unittest.mock import patch
 
@@ -104,6 +105,9 @@ FLAG: Final = "gradient_checkpointing"
 
 ONE_THREAD: Final = partial(setting, torch.get_num_threads, torch.set_num_threads, 1)
 """A block in which a mask is not divided among threads, which takes longer than to compute it."""
+
+ONE_AT_A_TIME: Final = RLock()
+"""Held while a module is traced, as what is changed in PyTorch for it is changed for all threads."""
 
 NEEDS_VALUES: Final = (UnknownValue, DataDependentOutputException, DynamicOutputShapeException)
 """The errors raised where an unknown value is needed."""
@@ -214,23 +218,24 @@ def traced(
     if compiles:
         example = example.at((compiles.micro_batch, compiles.seq_len))
     _check_sequences(example, cp)
-    found = [
-        _traced(
-            example,
-            runs_on,
-            blocks,
-            precisions,
-            max_seq_len,
-            name,
-            executed=executed,
-            any_length=any_length,
-            mesh=mesh or {},
-            parallelize=parallelize,
-            cp_rank=checked_count("cp_ranks", place, least=0, most=cp - 1),
-            compiles=compiles,
-        )
-        for place in dict.fromkeys(cp_ranks)
-    ]
+    with ONE_AT_A_TIME:
+        found = [
+            _traced(
+                example,
+                runs_on,
+                blocks,
+                precisions,
+                max_seq_len,
+                name,
+                executed=executed,
+                any_length=any_length,
+                mesh=mesh or {},
+                parallelize=parallelize,
+                cp_rank=checked_count("cp_ranks", place, least=0, most=cp - 1),
+                compiles=compiles,
+            )
+            for place in dict.fromkeys(cp_ranks)
+        ]
     recordings = {run: own for one in found for run, own in one.recordings.items()}
     return replace(found[0], recordings=recordings)
 
@@ -267,7 +272,7 @@ def _traced(
         )
     plays_cuda = runs_on == CUDA and not executed
     shapes = Shapes(CudaTensors() if plays_cuda else None)
-    why, kind = "", {"executes": executed, "any_length": any_length, "compiles": compiles}
+    why, kind = "", {"executes": executed, "any_length": any_length}
     with ExitStack() as stack:
         stack.enter_context(no_collection())
         stack.enter_context(ONE_THREAD())
@@ -280,7 +285,7 @@ def _traced(
             ranks = Ranks(mesh, axes_of(own, mesh), played, context)
             example = replace(example, module=module)
         for stacks in stacks_of(example.module, blocks):
-            tracer = _Tracer(example, stacks, shapes, runs_on, ranks, **kind)
+            tracer = _Tracer(example, stacks, shapes, runs_on, ranks, compiles, **kind)
             try:
                 recordings, limits = _of_known_kinds(tracer, list(runs))
             except Unlike as unlike:
@@ -403,10 +408,10 @@ class _Tracer:
         shapes: Shapes,
         device: torch.device,
         ranks: "Ranks",
+        compiles: Compiles | None,
         *,
         executes: bool,
         any_length: bool,
-        compiles: Compiles | None,
     ) -> None:
         self.ranks = ranks
         self.example = example

@@ -39,8 +39,10 @@ MODELS: Final = (
 
 def gpu_compiled(gpus: Gpus | None) -> tuple[Case, ...]:
     """One rank of each plan, as a GPU or a GPU that is not there runs it; none without either."""
-    found = []
-    for name, code, plans in MODELS if gpus is not None else ():
+    found: list[Case] = []
+    if gpus is None:
+        return ()
+    for name, code, plans in MODELS:
         model = implemented(preset(name), code)
         assert isinstance(model, Decoder)
         for options in plans:

@@ -17,12 +17,13 @@ from memplan import Plan
 from memplan.engines.deepspeed.options import DEEPSPEED_VERSION, OF_STAGE_3, deepspeed_options
 from memplan.errors import MemplanError, PlanRefused
 from memplan.models import Decoder
+from memplan.tracing.torchtitan import rotations
 from validate.cases import Case
 from validate.standin import materialised
 from validate.systems import Training
 from validate.systems.deepspeed.patches import without_kernels
 from validate.systems.torch import modules
-from validate.systems.torch.modules import Transformer, rotations, token_loss
+from validate.systems.torch.modules import Transformer, token_loss
 from validate.systems.torch.parallelize import stage_module, torch_dtype
 from validate.systems.torch.passes import batch
 

@@ -1,11 +1,12 @@
 """Blocks under `torch.compile`, each on its own, as torchtitan compiles them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan import Plan
 from memplan.engines.torch.options import torch_options
@@ -28,8 +29,20 @@ def compile_blocks(owners: Iterable[nn.Module], plan: Plan) -> bool:
         for place, (name, block) in enumerate(blocks):
             assert block is not None
             again = plan.recompute if place < last else "none"
-            owner.register_module(name, torch.compile(_checkpointed(block, again), fullgraph=True))
+            compiled: Any = torch.compile(_checkpointed(block, again), fullgraph=True)
+            compiled.forward = _without_modes(compiled.forward)
+            owner.register_module(name, compiled)
     return True
+
+
+def _without_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, in which no mode is active: the one that counts collectives is nothing to compile."""
+
+    def without_modes(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return forward(*args, **kwargs)
+
+    return without_modes
 
 
 def _checkpointed(block: nn.Module, recompute: str) -> nn.Module:

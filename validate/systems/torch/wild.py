@@ -37,12 +37,12 @@ from memplan.plan import Rank
 from memplan.shapes import FP32
 from memplan.tracing.context import as_trainer_divides, divided_sequences
 from memplan.tracing.divided import by_plan_of_transformers, dealt_out, is_of_experts
+from memplan.tracing.torchtitan import kept_contexts
 from validate.cases import Divided
 from validate.standin import materialised
 from validate.systems.torch.adapters import with_adapters
 from validate.systems.torch.architectures import is_architecture, small_module
 from validate.systems.torch.compiled import compile_blocks
-from validate.systems.torch.modules import kept_contexts
 from validate.systems.torch.parallelize import (
     fsdp_options,
     fully_sharded,
