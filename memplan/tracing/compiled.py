@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memplan.device import H100
 from memplan.tracing.cache import setting
-from memplan.tracing.cuda import CHOICES, on_cuda
+from memplan.tracing.cuda import CHOICES, CUDA, on_cuda
 from memplan.tracing.recorder import Recorder
 from memplan.tracing.shapes import ATEN
 from memplan.tracing.torchtitan import TorchtitanBlock, kept_contexts, second_products_kept
@@ -56,14 +56,6 @@ SETTINGS: Final = {"fx_graph_cache": False, "compile_threads": 1, "triton.cudagr
 """Inductor's settings that are not the defaults: none of them changes what is allocated."""
 
 
-class _CompilersTensors(FakeTensorMode):
-    """The mode of Dynamo's tensors, on `cuda:0` where C++ code says `meta`, as `CudaTensors`."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What an operation returns."""
-        return super().dispatch(func, types, args, on_cuda(kwargs or {}))
-
-
 class _Device:
     """`torch.cuda.device`, where there is none."""
 
@@ -75,6 +67,32 @@ class _Device:
 
     def __exit__(self, *_: object) -> None:
         return
+
+
+class _Generator(torch.Generator):
+    """The random numbers of a GPU, of which none is drawn."""
+
+    device = CUDA
+
+    def clone_state(self) -> "_Generator":
+        """Another one."""
+        return _Generator()
+
+    def graphsafe_get_state(self) -> "_Generator":
+        """Its state."""
+        return self
+
+    def graphsafe_set_state(self, state: Any) -> "_Generator":
+        """Go on from another one's state."""
+        return self
+
+
+_SHAPES: Final[Any] = FakeTensorMode.dispatch
+
+
+def _shaped_on_cuda(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What an operation returns, on `cuda:0` where C++ code says `meta`, as by `CudaTensors`."""
+    return _SHAPES(mode, func, types, args, on_cuda(kwargs or {}))
 
 
 _TRACES: Final[Any] = ProxyTorchDispatchMode.__torch_dispatch__
@@ -113,12 +131,13 @@ def compiling(recorder: Recorder) -> Iterator[None]:
         patch.object(torch.cuda, "synchronize", nothing),
         patch.object(torch.cuda, "set_device", nothing),
         patch.object(torch.cuda, "set_stream", nothing),
+        patch.object(torch.cuda, "default_generators", (_Generator(),)),
         patch.object(torch.cuda, "device_count", lambda: 1),
         patch.object(torch.cuda, "device", _Device),
         patch.object(torch.cuda, "_DeviceGuard", _Device),
         patch.object(_triton, "triton_hash_with_backend", lambda: ""),
         patch("torch._inductor.scheduler.has_triton", lambda: True),
-        patch.object(torch._subclasses, "FakeTensorMode", _CompilersTensors),
+        patch.object(FakeTensorMode, "dispatch", _shaped_on_cuda),
         patch.object(FakeTensor, "is_meta", property(lambda _: False), create=True),
         patch.object(ProxyTorchDispatchMode, "__torch_dispatch__", _traced_on_cuda),
         patch.object(GraphLowering, "_compile_to_module_lines", loaded),
@@ -260,11 +279,17 @@ def _loaded(code: str, recorder: Recorder) -> types.ModuleType:
     call = module.call
 
     def recorded(arguments: list[Any]) -> Any:
-        with nullcontext() if recorder in _get_current_dispatch_mode_stack() else recorder:
+        runs = patch.object(torch.ops.higher_order, "graphsafe_run_with_rng_state", _run_operation)
+        with runs, nullcontext() if recorder in _get_current_dispatch_mode_stack() else recorder:
             return call(arguments)
 
     vars(module)["call"] = recorded
     return module
+
+
+def _run_operation(operation: Any, *args: Any, rng_state: Any = None, **kwargs: Any) -> Any:
+    """An operation that draws random numbers, and draws the same ones when it is run again."""
+    return operation(*args, **kwargs)
 
 
 def _defined(line: ast.stmt) -> Iterator[str]:
