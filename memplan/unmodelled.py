@@ -40,6 +40,7 @@ ROWS: Final = (
         "would keep fewer activations, of the ends and the loss too",
         "use compile='block', which compiles each block on its own",
         keywords="torch_compile compile_model",
+        values={"compile": "model whole loss"},
     ),
     NotModelled(
         "CUDA graphs",

@@ -87,8 +87,12 @@ INEXPRESSIBLE: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
 )
 """The reasons for not predicting a row; the first one that holds is given."""
 
+LATER_RUNS: Final = ("MI300X", "B200 (power limited)")
+"""The GPUs of torchao's runs with a later torchtitan, which compiles the loss too."""
+
 DIFFERENCES: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
     ("compiled", lambda r: r["compile"] == "true" and not compiles(r)),
+    ("loss", lambda r: compiles(r) and r["gpu"] in LATER_RUNS),
     ("float8", lambda r: "fp8" in r["precision"]),
     ("async", lambda r: "async tp" in r["notes"].lower().replace("asynctp", "async tp")),
     ("litgpt", lambda r: by_litgpt(r)),

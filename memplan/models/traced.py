@@ -72,7 +72,10 @@ EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 """The keys of a config.json that say how many experts a block has."""
 
 RECOMPUTES: Final = ("none", "full")
-"""The kinds of recomputation that are traced; of compiled blocks the selective one too."""
+"""The kinds of recomputation that are traced."""
+
+OF_COMPILED: Final = (*RECOMPUTES, "selective")
+"""The kinds that are traced of compiled blocks."""
 
 UNITS: Final = ("", "block", "block+ends")
 """The units of FSDP2 beside its root that are traced; "" for none."""
@@ -980,7 +983,7 @@ def _variant(value: list[Any]) -> Variant:
     _dtype(weights)
     if autocast:
         _dtype(autocast)
-    checked_choice("recompute", recompute, RECOMPUTES)
+    checked_choice("recompute", recompute, OF_COMPILED)
     checked_choice("units", units, UNITS)
     checked_choice("rotate", rotate, ("", *ROTATES))
     return Variant(

@@ -23,9 +23,9 @@ ALONE: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16", "seq_len": 4096},
     {"precision": "bf16", "seq_len": 2048, "micro_batch": 2, "recompute": "full"},
     {"precision": "bf16", "seq_len": 4096, "recompute": "selective", "optimizer": "sgd", "global_batch": 2},
-    {"precision": "bf16", "seq_len": 2048, "dp": 4},
+    {"precision": "bf16", "seq_len": 2048, "micro_batch": 3, "clip_grad_norm": 1.0},
 )
-"""One GPU, and one rank of DistributedDataParallel."""
+"""One GPU."""
 
 MODELS: Final = (
     ("llama-3-8b", "torchtitan", SHARDED),

@@ -410,6 +410,7 @@ def _check_compiled(model: Model, plan: Plan) -> None:
     not_modelled = (
         *[(n > 1, f"{axis}={n}", f"{axis}=1") for axis, n in degrees.items()],
         (torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (plan.ddp, f"zero={plan.zero}, dp={plan.dp}: the order in which DDP reduces", "zero=2 or 3"),
         (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
         (
             plan.autocasts,
