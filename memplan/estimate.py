@@ -760,6 +760,7 @@ def estimate(
         cache: whether the trace of a config.json is kept in the user's cache folder, or made anew.
         **options: the engine's own options, here those of "torch", "deepspeed" and "megatron"; `memplan
             estimate --engine NAME -h` lists one engine's.
+            compile: torch.compile of each "block", or of nothing ("none").
             fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
             fsdp_blocks: blocks in a row that share a unit.
             fsdp_version: 2, `fully_shard`, or 1, `FullyShardedDataParallel`.

@@ -36,10 +36,11 @@ ROWS: Final = (
         keywords="ulysses ulysses_size sp_size ulysses_sequence_parallel_size",
     ),
     NotModelled(
-        "torch.compile",
-        "would fuse operations, which keep fewer activations and take less time",
-        "plan without it: most compiled steps peak lower, but no rule says by how much",
-        keywords="compile torch_compile",
+        "torch.compile of a whole model",
+        "would keep fewer activations, of the ends and the loss too",
+        "use compile='block', which compiles each block on its own",
+        keywords="torch_compile compile_model",
+        values={"compile": "model whole loss"},
     ),
     NotModelled(
         "CUDA graphs",

@@ -206,7 +206,8 @@ def test_a_path_is_no_repository(text):
 ASKED = [
     (["--precision", "fp8"], {"precision": "fp8"}, "precision='fp8'"),
     (["--ulysses", "2"], {"ulysses": 2}, "ulysses"),
-    (["--compile"], {"compile": True}, "compile"),
+    (["--torch-compile"], {"torch_compile": True}, "torch_compile"),
+    (["--compile", "model"], {"compile": "model"}, "compile='model'"),
     (["--optimizer", "adamw4bit"], {"optimizer": "adamw4bit"}, "optimizer='adamw4bit'"),
     (["--optimizer", "paged_adam_8bit"], {"optimizer": "paged_adam_8bit"}, "optimizer='paged_adam_8bit'"),
     (["--optimizer", "adafactor"], {"optimizer": "adafactor"}, "optimizer='adafactor'"),

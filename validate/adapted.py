@@ -1,4 +1,4 @@
-"""Writes the traces with adapters, or of ZeRO-3, that the records on file need: `python -m validate.adapted`.
+"""Writes traces that records on file need (adapters, ZeRO-3, compiled): `python -m validate.adapted`.
 
 `anew`: also those that are on file.
 
@@ -14,12 +14,13 @@ from typing import Final
 from unittest.mock import patch
 
 from memplan import TracedModel
+from memplan.engines.torch.options import compiled_blocks
 from memplan.models.traced import ZERO3
 from memplan.tracing import cache
 from memplan.tracing.cache import Request
 from validate.cases import TRACES, Case, packed_trace
 from validate.predict import estimated_rank
-from validate.published import INEXPRESSIBLE, ROWS, by_litgpt, comparable_estimate, read_rows
+from validate.published import INEXPRESSIBLE, ROWS, by_litgpt, comparable_estimate, compiles, read_rows
 from validate.records import read_records
 from validate.shipped import data_folder
 from validate.traces import write_packed
@@ -30,9 +31,12 @@ ADAPTED: Final = TRACES / "adapters"
 OF_ZERO3: Final = TRACES / "zero3"
 """The traces of models under DeepSpeed's ZeRO-3, compressed."""
 
+COMPILED: Final = TRACES / "compiled"
+"""The traces of models with compiled blocks, compressed."""
+
 RECORDS: Final = (
     *("adapters.jsonl", "nogpu/*-adapters.jsonl", "nogpu/*-optimizers.jsonl"),
-    "nogpu/*-deepspeed.jsonl",
+    *("nogpu/*-deepspeed.jsonl", "nogpu/*-compiled.jsonl"),
 )
 """The files of records that need them, in `data/measurements`."""
 
@@ -45,9 +49,10 @@ def on_file(asked: Request, traced: Callable[[Request], TracedModel]) -> TracedM
 
 def path_of(asked: Request) -> Path:
     """Where the trace is, if it is on file."""
-    key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-    folder = OF_ZERO3 if ZERO3 in json.loads(asked.text) else ADAPTED
-    return folder / f"{asked.name}.{key}.json.xz"
+    follows_from = asked[:-1] if asked.compiles is None else asked
+    key = hashlib.sha256(json.dumps(follows_from).encode()).hexdigest()[:16]
+    of_zero3 = OF_ZERO3 if ZERO3 in json.loads(asked.text) else ADAPTED
+    return (COMPILED if asked.compiles else of_zero3) / f"{asked.name}.{key}.json.xz"
 
 
 def main(anew: bool) -> None:
@@ -69,12 +74,14 @@ def main(anew: bool) -> None:
             for file in sorted((data_folder() / "measurements").glob(pattern)):
                 for record in read_records(file):
                     case = Case.from_dict(record.case)
-                    if case.plan.adapters is not None or case.plan.engine == "deepspeed":
+                    plan = case.plan
+                    if plan.adapters is not None or plan.engine == "deepspeed" or compiled_blocks(plan):
                         estimated_rank(case, 0)
         for row in read_rows(ROWS):
-            if by_litgpt(row) and not any(holds(row) for _, holds in INEXPRESSIBLE):
+            traced_anew = by_litgpt(row) or compiles(row)
+            if traced_anew and not any(holds(row) for _, holds in INEXPRESSIBLE):
                 comparable_estimate(row)
-    for path in {*ADAPTED.glob("*.xz"), *OF_ZERO3.glob("*.xz")} - needed:
+    for path in {*ADAPTED.glob("*.xz"), *OF_ZERO3.glob("*.xz"), *COMPILED.glob("*.xz")} - needed:
         path.unlink()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,6 +64,8 @@ class Collective:
 class CollectiveCounter(TorchDispatchMode):
     """Counts every collective issued while it is active; a coalesced call counts once, with all its bytes."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, axis_of_group: Mapping[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._axis_of_group = axis_of_group
@@ -84,6 +87,8 @@ class CollectiveCounter(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):  # compiled code calls an operation by it
+            return result
         name = func._schema.name
         if name.split("::")[0] in ("c10d", "_c10d_functional") and name not in SILENT:
             self._count(name, _named_arguments(func, args, kwargs or {}, result))

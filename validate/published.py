@@ -87,8 +87,12 @@ INEXPRESSIBLE: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
 )
 """The reasons for not predicting a row; the first one that holds is given."""
 
+LATER_RUNS: Final = ("MI300X", "B200 (power limited)")
+"""The GPUs of torchao's runs with a later torchtitan, which compiles the loss too."""
+
 DIFFERENCES: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
-    ("compiled", lambda r: r["compile"] == "true"),
+    ("compiled", lambda r: r["compile"] == "true" and not compiles(r)),
+    ("loss", lambda r: compiles(r) and r["gpu"] in LATER_RUNS),
     ("float8", lambda r: "fp8" in r["precision"]),
     ("async", lambda r: "async tp" in r["notes"].lower().replace("asynctp", "async tp")),
     ("litgpt", lambda r: by_litgpt(r)),
@@ -300,6 +304,7 @@ def _plan(row: Row) -> dict[str, Any]:
         "precision": "bf16" if row["precision"] == "bf16" else "bf16-mixed",
         "clip_grad_norm": 1.0 if by_torchtitan(row) else None,
         "loss_chunks": 8 if _chunks_loss(row) else 1,
+        "compile": "block" if compiles(row) else "none",
         "alloc_conf": "expandable_segments:True" if by_torchtitan(row) else "",
         **_recompute(row),
         **(LITGPT if by_litgpt(row) else {}),
@@ -321,6 +326,14 @@ def _chunks_loss(row: Row) -> bool:
 def by_litgpt(row: Row) -> bool:
     """Whether LitGPT trained adapters."""
     return row["framework"].startswith("LitGPT") and row["lora"] not in ("", "false")
+
+
+def compiles(row: Row) -> bool:
+    """Whether blocks were compiled, in a plan for which that has rules.
+
+    torchtitan and torchtune compile each block, and losses from 2025 on, which is left out.
+    """
+    return row["compile"] == "true" and row["tp"] == "1" and not _chunks_loss(row)
 
 
 def by_torchtitan(row: Row) -> bool:

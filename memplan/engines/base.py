@@ -216,6 +216,8 @@ class Engine(ABC):
     """The views of the mesh that it knows, likewise."""
     ep_beside: ClassVar[tuple[str, ...]] = ()
     """The axes that may have several ranks where experts are divided, beside data-parallel ones."""
+    counts_blocks: ClassVar[tuple[str, ...]] = ("selective", "full")
+    """The kinds of recomputation that `recompute_blocks` may limit to some blocks."""
     sharded_beside: ClassVar[tuple[str, ...]] = ("dp_replicate", "cp")
     """The axes beside whose ranks weights are sharded, by ZeRO 2 or 3."""
     confirmed_gpus: ClassVar[tuple[str, ...]] = ()

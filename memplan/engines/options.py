@@ -27,6 +27,7 @@ class EngineOptions(TypedDict, total=False):
     """The options of memplan's own engines, for type checkers and editors."""
 
     fsdp_units: Literal["block", "block+ends", "model"]
+    compile: Literal["none", "block"]
     fsdp_blocks: int
     fsdp_version: Literal[1, 2]
     use_orig_params: bool

@@ -213,6 +213,9 @@ def limits(job: Job, to: str) -> tuple[Limit, ...]:
         others = dict.fromkeys([name for name in told if name in OF_FSDP1])
         why = "fsdp_version=1: what memplan exports is FSDP2 (fully_shard)"
         return Limit(why, {"fsdp_version": None, **others}), *launcher.limits(job)
+    if told.get("compile", "none") != "none":
+        why = f"compile={told['compile']!r}: what memplan exports runs blocks as they are"
+        return Limit(why, {"compile": None}), *launcher.limits(job)
     return tuple(launcher.limits(job))
 
 

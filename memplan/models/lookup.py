@@ -24,7 +24,8 @@ from memplan.models.config import Config, WithoutRule, config_file, model_name, 
 from memplan.models.families import FAMILIES, implementations_of, implemented
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
-from memplan.models.traced import ZERO3, TracedModel, is_trace, model_from_trace
+from memplan.models.torchtitan import TORCHTITAN, TorchtitanLlama
+from memplan.models.traced import ZERO3, Compiles, TracedModel, is_trace, model_from_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,19 +87,21 @@ def divided(
     device: DeviceType,
     precision: str,
     adapters: Adapters | None = None,
+    compiles: Compiles | None = None,
 ) -> Model:
     """The model as one rank of a mesh trains it: itself, if its operations divide themselves.
 
     Else its module is traced as its framework's own plan divides it, for this precision, with the kernels of
-    a device; with `adapters` as PEFT trains it. The trace is kept in the user's cache folder.
+    a device; with `adapters` as PEFT trains it, with `compiles` as `torch.compile` runs its blocks. The trace
+    is kept in the user's cache folder.
 
     Raises:
         MissingRule: of a trace, for degrees that it was not made for; a model that PEFT does not know.
         MemplanError: it cannot be divided so, or not here.
     """
-    if adapters is None and (model.divides_itself or mesh == model.mesh):
+    if adapters is None and compiles is None and (model.divides_itself or mesh == model.mesh):
         return model
-    values = model.config_values()
+    values = model.config_values() if compiles is None else module_values(model)
     if values is None and adapters is not None:
         raise not_adapted(model)
     if values is None:
@@ -107,7 +110,32 @@ def divided(
         values |= {ADAPTERS: adapters._asdict()}
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
-    return traced_from_config(Config(values), model.name, device, (precision,), cache=True, mesh=mesh)
+    return traced_from_config(
+        Config(values), model.name, device, (precision,), cache=True, mesh=mesh, compiles=compiles
+    )
+
+
+def module_values(model: Model) -> dict[str, Any]:
+    """The values that the model's module is made of: its config.json, or torchtitan's sizes.
+
+    Raises:
+        MissingRule: it has no such module.
+    """
+    if isinstance(model, TorchtitanLlama):
+        return {TORCHTITAN: model.sizes()}
+    values = model.config_values()
+    if values is None:
+        raise MissingRule(
+            f"compile='block': {model.name} ({model.code}) is no module of transformers or torchtitan, whose "
+            f"blocks are compiled here; {_other_code(model)} compile='none'.",
+            kind="torch.compile of a model that is none of transformers or torchtitan",
+        )
+    return values
+
+
+def _other_code(model: Model) -> str:
+    found = OF_PEFT in implementations_of(model)
+    return f"use implementation={OF_PEFT!r}, or" if found else "use"
 
 
 def under_zero3(model: Model, device: DeviceType, precision: str) -> Model:

@@ -1,7 +1,7 @@
 """Llama as torchtitan and torchtune ran it in 2024, after Meta's code: other operations, the same weights."""
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Final, final
 
 from memplan.models.decoders import RotaryDecoder
 from memplan.ops import (
@@ -17,6 +17,9 @@ from memplan.ops import (
 )
 from memplan.placements import Replicate
 from memplan.tape import Tensor
+
+TORCHTITAN: Final = "torchtitan_llama"
+"""The key of values that say what torchtitan's module is made of."""
 
 
 @final

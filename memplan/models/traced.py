@@ -81,6 +81,9 @@ EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 RECOMPUTES: Final = ("none", "full")
 """The kinds of recomputation that are traced."""
 
+OF_COMPILED: Final = (*RECOMPUTES, "selective")
+"""The kinds that are traced of compiled blocks."""
+
 UNITS: Final = ("", "block", "block+ends")
 """The units of FSDP2 beside its root that are traced; "" for none."""
 
@@ -240,6 +243,14 @@ class Variant(NamedTuple):
     def casts(self) -> bool:
         """Whether units cast what they are called with."""
         return self.units not in ("", MODULE)
+
+
+class Compiles(NamedTuple):
+    """Blocks are compiled: of micro-batches of this size, recomputed in these ways."""
+
+    micro_batch: int
+    seq_len: int
+    recomputes: tuple[str, ...]
 
 
 class Cut(NamedTuple):
@@ -1007,7 +1018,7 @@ def _variant(value: list[Any]) -> Variant:
     _dtype(weights)
     if autocast:
         _dtype(autocast)
-    checked_choice("recompute", recompute, RECOMPUTES)
+    checked_choice("recompute", recompute, OF_COMPILED)
     checked_choice("units", units, (*UNITS, MODULE))
     checked_choice("rotate", rotate, ("", *ROTATES))
     return Variant(

@@ -45,6 +45,7 @@ class PlanOptions(TypedDict, total=False):
     quantize: str | Iterable[str]
     engine: str
     fsdp_units: str | Iterable[str]
+    compile: str | Iterable[str]
     fsdp_blocks: int | Iterable[int]
     fsdp_version: int | Iterable[int]
     use_orig_params: bool | Iterable[bool]

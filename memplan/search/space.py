@@ -313,10 +313,9 @@ class _Pipelines:
     def _axes(self) -> list[Choices]:
         """The axes of the rules."""
         *others, recomputes = [[{name: value} for value in own] for name, own in self.values.items()]
-        blocks = {"none": self.space.blocks_if_none}
         return [
             *others,
-            [{**one, "recompute_blocks": blocks.get(one["recompute"])} for one in recomputes],
+            [{**one, "recompute_blocks": self._uncounted(**one)} for one in recomputes],
             [dict(zip(DIVIDING, degrees, strict=True)) for degrees in self.degrees],
             [dict(each) for each in self.data],
             [{"schedule": schedule, "virtual_stages": v} for schedule, v in self.schedules],
@@ -401,9 +400,14 @@ class _Pipelines:
                 columns = schedule, mesh[cell], micro_batch[cell], rules[schedule, cell]
                 yield self._ruled(place, blocks, *columns)
 
+    def _uncounted(self, recompute: str) -> int | None:
+        """`recompute_blocks` of plans that recompute so, where it makes no difference; else None."""
+        return self.space.blocks_if_none if recompute == "none" else None
+
     def _recompute_blocks(self, schedule: int, place: tuple[int, ...]) -> tuple[int | None, ...]:
-        if self.values["recompute"][place[-1]] == "none":
-            return (self.space.blocks_if_none,)
+        recompute = self.values["recompute"][place[-1]]
+        if recompute not in ENGINES.named(self.space.base.engine).counts_blocks:
+            return (self._uncounted(recompute),)
         return self.space.recompute_blocks(self.pp * self.schedules[schedule][1])
 
     def _ruled(self, place: tuple[int, ...], blocks: tuple[int | None, ...], *columns: Column) -> Ruled:

@@ -26,7 +26,8 @@ from memplan.errors import MemplanError, installed
 from memplan.files import file_text
 from memplan.mesh import Group, degrees_text
 from memplan.models.config import Config
-from memplan.models.traced import LARGEST_TRACE_BYTES, TracedModel, model_of_text
+from memplan.models.torchtitan import TORCHTITAN
+from memplan.models.traced import LARGEST_TRACE_BYTES, Compiles, TracedModel, model_of_text
 
 MOST_BYTES: Final = 256 * 1024**2
 """The size of the folder, some 1,000 traces: beyond it the entries that were not used longest are removed."""
@@ -46,6 +47,7 @@ def traced_from_config(
     *,
     cache: bool,
     mesh: Mapping[Group, int] | None = None,
+    compiles: Compiles | None = None,
 ) -> TracedModel:
     """The model of a config.json, from the cache or traced anew: `memplan.tracing.huggingface`.
 
@@ -54,7 +56,7 @@ def traced_from_config(
         MemplanError: as `memplan.tracing.huggingface.traced_from_config`.
     """
     text = json.dumps(config.values, sort_keys=True)
-    asked = Request(text, name, device, tuple(sorted({*precisions})), tuple((mesh or {}).items()))
+    asked = Request(text, name, device, tuple(sorted({*precisions})), tuple((mesh or {}).items()), compiles)
     return _kept(asked) if cache else _traced(asked)
 
 
@@ -66,6 +68,7 @@ class Request(NamedTuple):
     device: DeviceType
     precisions: tuple[str, ...]
     mesh: tuple[tuple[Group, int], ...]
+    compiles: Compiles | None = None
 
 
 @lru_cache(maxsize=64)
@@ -82,10 +85,18 @@ def _kept(asked: Request) -> TracedModel:
 def _traced(asked: Request) -> TracedModel:
     config, mesh = Config(json.loads(asked.text)), dict(asked.mesh)
     degrees = f" over {degrees_text(mesh)}" if mesh else ""
-    with told(f"{config.architecture or asked.name}{degrees}", asked.device), no_collection():
+    compiled = " compiled" if asked.compiles else ""
+    with told(f"{config.architecture or asked.name}{degrees}{compiled}", asked.device), no_collection():
+        if sizes := config.value(TORCHTITAN, None):
+            from memplan.tracing.factory import traced_from_sizes
+
+            found = traced_from_sizes(sizes, asked.device, asked.precisions, asked.compiles)
+            return replace(found, config=asked.text)
         with installed(f"{asked.name}{degrees}" if mesh else "this architecture", "huggingface"):
             from memplan.tracing import huggingface
-        found = huggingface.traced_from_config(config, asked.name, asked.device, asked.precisions, mesh)
+        found = huggingface.traced_from_config(
+            config, asked.name, asked.device, asked.precisions, mesh, asked.compiles
+        )
     return replace(found, config=asked.text)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import _scoped_library
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_map_only
 
 from memplan.device import H100
 from memplan.errors import MissingRule
@@ -92,9 +93,10 @@ def _made_on_meta(
     return cast(Tensor, MAKE(kind, data, *args, dispatch_device=told, **kwargs))
 
 
-def _wrapper_on_meta(*args: Any, device: torch.device | None = None, **kwargs: Any) -> Tensor:
+def _wrapper_on_meta(*args: Any, **kwargs: Any) -> Tensor:
     """`Tensor._make_wrapper_subclass`, by which C++ code is not told that a wrapper is on CUDA either."""
-    return cast(Tensor, WRAP(*args, device=META if device == CUDA else device, **kwargs))
+    args, kwargs = tree_map_only(torch.device, lambda one: META if one == CUDA else one, (args, kwargs))
+    return cast(Tensor, WRAP(*args, **kwargs))
 
 
 def _is_on_cuda(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -48,6 +48,11 @@ class Example:
     def has_sequence(self) -> bool:
         """Whether any input has one."""
         return any(leaf.has_sequence for leaf in self.leaves)
+
+    def at(self, point: Point) -> "Example":
+        """The example at another batch and length."""
+        leaves = [leaf._replace(value=self.resized(leaf, point)) for leaf in self.leaves]
+        return replace(self, leaves=tuple(leaves), point=point)
 
     def resized(self, leaf: Leaf, point: Point) -> Any:
         """An input at another batch and length; integers are repeated, floats have shapes only."""

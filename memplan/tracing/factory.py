@@ -9,6 +9,7 @@ from traceback import extract_tb
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import nn
 
 from memplan.device import DeviceType
@@ -16,8 +17,13 @@ from memplan.errors import InvalidValue, reason, shown_value, unknown_name
 from memplan.files import shown_path
 from memplan.mesh import Group
 from memplan.models import TracedModel
+from memplan.models.torchtitan import TorchtitanLlama
+from memplan.models.traced import Compiles
 from memplan.tracing.cache import told
-from memplan.tracing.tracer import trace
+from memplan.tracing.cuda import CUDA
+from memplan.tracing.example import checked_example
+from memplan.tracing.torchtitan import TorchtitanTransformer, token_loss
+from memplan.tracing.tracer import trace, traced
 
 FORMS = (
     "(module, inputs), (module, args, kwargs), or a dict of memplan.trace's arguments: "
@@ -117,3 +123,15 @@ def _known_inputs(module: nn.Module, what: str) -> Any:
             f"{what} is a module ({type(module).__name__}) without example inputs; give {FORMS}."
         )
     return found
+
+
+def traced_from_sizes(
+    sizes: Mapping[str, Any], device: DeviceType, precisions: Sequence[str], compiles: Compiles | None
+) -> TracedModel:
+    """The model of these sizes as its module runs it."""
+    model = TorchtitanLlama(**sizes)
+    tokens = torch.zeros(2, 64 if compiles is None else compiles.seq_len, dtype=torch.int64)
+    module = TorchtitanTransformer(model, tokens.shape[1])
+    example = checked_example(module, tokens, token_loss, tokens)
+    runs_on = torch.device("cpu") if device == "cpu" else CUDA
+    return traced(example, runs_on, "blocks", precisions, None, model.name, compiles=compiles)

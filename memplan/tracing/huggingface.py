@@ -31,7 +31,7 @@ from memplan.errors import (
 from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
-from memplan.models.traced import ZERO3, TracedModel
+from memplan.models.traced import ZERO3, Compiles, TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
@@ -69,6 +69,7 @@ def traced_from_config(
     device: DeviceType,
     precisions: Sequence[str] = (),
     mesh: Mapping[Group, int] | None = None,
+    compiles: Compiles | None = None,
 ) -> TracedModel:
     """The model of a config.json whose `model_type` transformers knows.
 
@@ -122,6 +123,7 @@ def traced_from_config(
             any_length=True,
             mesh=checked_mesh(mesh or {}),
             zero3=config.value(ZERO3, False),
+            compiles=compiles,
         )
     except MemplanError:
         raise

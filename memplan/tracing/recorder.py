@@ -58,6 +58,9 @@ Source: aten/src/ATen/native/cuda/Dropout.cu (`dropout_cuda`), aten/src/ATen/nat
 (`_thnn_fused_lstm_cell_cuda`).
 """
 
+EMPTY: Final = "empty_strided"
+"""How the name of a buffer ends that nothing has filled yet."""
+
 SOLE_OWNER: Final = (4, 2)
 """References to a gradient that autograd alone holds, as counted here, and to its storage."""
 
@@ -317,6 +320,19 @@ class Recorder(ShapesMode):
         """Note a tensor that a function has made without the dispatcher."""
         self._locate()
         self._seen(tensor, function)
+
+    def filled(self, given: Iterable[Tensor], kernel: str) -> None:
+        """Note that a kernel of compiled code has run: what it is the first to fill has its name."""
+        for tensor in given:
+            storage = self.storage_of(tensor)
+            if storage >= 0 and self.storages[storage].name.endswith(EMPTY):
+                name = self.storages[storage].name.removesuffix(EMPTY) + kernel
+                self.storages[storage] = self.storages[storage]._replace(name=name)
+
+    def computes(self, func: Any, args: Sequence[Any], out: Tensor) -> None:
+        """Note what an operation of compiled code computes that writes into `out`."""
+        for one in computed_of(func, args, {}, (out,), out):
+            self.events.append(Event("compute", self.section, -1, (one, self._phase)))
 
     # --- What the dispatcher is asked for ---
 

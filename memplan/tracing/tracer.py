@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice, product
 from math import gcd, isqrt
+from threading import RLock
 from typing import Any, Final, NamedTuple, cast, get_args
 from unittest.mock import patch
 
@@ -34,6 +35,7 @@ from memplan.models.traced import (
     RECOMPUTES,
     ROTATES,
     UNITS,
+    Compiles,
     Ends,
     Placed,
     Recording,
@@ -46,6 +48,7 @@ from memplan.models.traced import (
 )
 from memplan.record import HookKind
 from memplan.tracing.cache import no_collection, setting
+from memplan.tracing.compiled import compiled, compiling
 from memplan.tracing.context import chosen_for_dtensors, divided_sequences
 from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
 from memplan.tracing.divided import (
@@ -104,6 +107,9 @@ FLAG: Final = "gradient_checkpointing"
 
 ONE_THREAD: Final = partial(setting, torch.get_num_threads, torch.set_num_threads, 1)
 """A block in which a mask is not divided among threads, which takes longer than to compute it."""
+
+ONE_AT_A_TIME: Final = RLock()
+"""Held while a module is traced, as what is changed in PyTorch for it is changed for all threads."""
 
 NEEDS_VALUES: Final = (UnknownValue, DataDependentOutputException, DynamicOutputShapeException)
 """The errors raised where an unknown value is needed."""
@@ -206,33 +212,39 @@ def traced(
     parallelize: Parallelize | None = None,
     cp_ranks: Sequence[int] = (0,),
     zero3: bool = False,
+    compiles: Compiles | None = None,
 ) -> TracedModel:
     """The model of an example; where it is for `any_length`, one of the example's own length is refused.
 
-    `mesh`, `parallelize`, `cp_ranks`, `zero3`: as of `trace`, checked.
+    `mesh`, `parallelize`, `cp_ranks`, `zero3`: as of `trace`, checked. `compiles`: how blocks are compiled;
+    None: they are not.
 
     Raises:
         MemplanError: as `trace`.
     """
     cp = (mesh or {}).get("cp", 1)
+    if compiles:
+        example = example.at((compiles.micro_batch, compiles.seq_len))
     _check_sequences(example, cp)
-    found = [
-        _traced(
-            example,
-            runs_on,
-            blocks,
-            precisions,
-            max_seq_len,
-            name,
-            executed=executed,
-            any_length=any_length,
-            mesh=mesh or {},
-            parallelize=parallelize,
-            cp_rank=checked_count("cp_ranks", place, least=0, most=cp - 1),
-            zero3=zero3,
-        )
-        for place in dict.fromkeys(cp_ranks)
-    ]
+    with ONE_AT_A_TIME:
+        found = [
+            _traced(
+                example,
+                runs_on,
+                blocks,
+                precisions,
+                max_seq_len,
+                name,
+                executed=executed,
+                any_length=any_length,
+                mesh=mesh or {},
+                parallelize=parallelize,
+                cp_rank=checked_count("cp_ranks", place, least=0, most=cp - 1),
+                zero3=zero3,
+                compiles=compiles,
+            )
+            for place in dict.fromkeys(cp_ranks)
+        ]
     recordings = {run: own for one in found for run, own in one.recordings.items()}
     return replace(found[0], recordings=recordings)
 
@@ -251,6 +263,7 @@ def _traced(
     parallelize: Parallelize | None,
     cp_rank: int,
     zero3: bool,
+    compiles: Compiles | None,
 ) -> TracedModel:
     """The model of an example as the rank at this place along cp runs it."""
     if isinstance(precisions, str) or not precisions:
@@ -258,6 +271,8 @@ def _traced(
             f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
         )
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
+    if compiles:  # under autocast nothing is compiled yet
+        runs = dict.fromkeys([run for run in runs if not run[1]])
     if "cp" in mesh:  # under FSDP2 alone; float32 last, as fewer attention kernels take it
         runs = dict.fromkeys(sorted([run for run in runs if not run[1]], key=lambda run: run[0] == "float32"))
     if zero3:
@@ -287,7 +302,7 @@ def _traced(
             ranks = Ranks(mesh, axes_of(own, mesh), played, context)
             example = replace(example, module=module)
         for stacks in stacks_of(example.module, blocks):
-            tracer = _Tracer(example, stacks, shapes, runs_on, ranks, **kind)
+            tracer = _Tracer(example, stacks, shapes, runs_on, ranks, compiles, **kind)
             try:
                 recordings, limits = _of_known_kinds(tracer, list(runs))
             except Unlike as unlike:
@@ -410,6 +425,7 @@ class _Tracer:
         shapes: Shapes,
         device: torch.device,
         ranks: "Ranks",
+        compiles: Compiles | None,
         *,
         executes: bool,
         any_length: bool,
@@ -422,9 +438,11 @@ class _Tracer:
         self.device = device
         self.executes = executes
         self.zero3 = zero3
+        self.compiles = compiles
         self.any_length = any_length and example.has_sequence
         self.units = {block: unit for stack in stacks for block, unit in _units_of(stack)}
         self.paths = {unit.path: unit for unit in self.units.values()}
+        self.inside = tuple([f"{path}." for path in self.paths])
         self.names = _common_names(example.module, self.units.values())
         before, after = self.outside()
         self.ends = {"embed": before, "head": after} if stacks else {}
@@ -543,10 +561,12 @@ class _Tracer:
             inputs, targets, sequences = self._inputs(point, recorder)
             scale = _given(torch.ones(()), recorder) if "float16" in (weights, autocast) else None
             with ExitStack() as stack:
+                if self.compiles:
+                    stack.enter_context(compiling(recorder))
                 for hook in self._hooks(parameters, recorder):
                     stack.callback(hook.remove)
                 stack.enter_context(self._watched(recorder, variant))
-                if recompute == "full":
+                if recompute != "none":
                     stack.enter_context(_checkpointing(self.example.module))
                 if variant.units == MODULE:
                     stack.enter_context(linears())
@@ -661,12 +681,16 @@ class _Tracer:
                 end.shard(module, recorder)
             first = {parameter: self.common(name) for name, parameter in module.named_parameters()}
             for path, one in module.named_modules():
+                if self.compiles and path.startswith(self.inside):
+                    continue
                 before.append((one, vars(one).get("forward")))
                 scope = self.common(path) or type(one).__name__
                 forward = one.forward
                 if variant.units == MODULE:
                     own = tuple([first[parameter] for parameter in one.parameters(recurse=False)])
                     forward = hooked_module(forward, partial(recorder.module_hooked, self.common(path), own))
+                if self.compiles and one in self.units:
+                    forward = compiled(one, variant.recompute)
                 if any(placed(parameter) for parameter in one.parameters(recurse=False)):
                     forward = _within(self.ranks.within, forward)
                 named = _named(recorder, forward, scope)
@@ -700,7 +724,7 @@ class _Tracer:
             number = 0 if again else recorder.entered(unit, (args, kwargs))
             if variant.casts:
                 args, kwargs = _cast((args, kwargs), variant.weights)
-            if variant.recompute == "full" and unit.role == "block":
+            if variant.recompute == "full" and unit.role == "block" and not self.compiles:
                 output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
             else:
                 output = forward(*args, **kwargs)
@@ -1093,7 +1117,11 @@ def _recordings(
     """
     (batch, whole), cp = tracer.example.point, tracer.ranks.cp
     length = whole // cp
-    tried = () if tracer.executes else (_lengths(tracer.example, length), (length, length, length))
+    tried = (
+        ()
+        if tracer.executes or tracer.compiles
+        else (_lengths(tracer.example, length), (length, length, length))
+    )
     for lengths in dict.fromkeys(tried):
         try:
             found = _for_any_batch(tracer, runs, lengths)
@@ -1135,7 +1163,10 @@ def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Vari
         return
     for weights, autocast in runs:
         units = UNITS[1:] if tracer.stacks and not autocast and weights != "float32" else ()
-        for again, rotate in product(RECOMPUTES if tracer.stacks else RECOMPUTES[:1], tracer.ranks.rotates):
+        recomputes: Sequence[str] = RECOMPUTES if tracer.stacks else RECOMPUTES[:1]
+        if tracer.compiles:
+            recomputes = tracer.compiles.recomputes
+        for again, rotate in product(recomputes, tracer.ranks.rotates):
             cp_rank = tracer.ranks.context.cp_rank if tracer.ranks.context else 0
             plain = Variant(weights, autocast, again, alone=False, rotate=rotate, cp_rank=cp_rank)
             yield plain

@@ -20,6 +20,7 @@ from validate.gpus import Gpus
 from validate.predict import estimated_rank
 from validate.published import ROWS, by_torchtitan, comparable_estimate, compared, read_rows
 from validate.suites.adapters import gpu_adapters
+from validate.suites.compiled import gpu_compiled
 from validate.suites.divided import gpu_divided
 from validate.suites.families import gpu_families
 from validate.suites.models import in_small
@@ -367,7 +368,7 @@ DEEPSPEED_OF_TRANSFORMERS: Final[tuple[tuple[Model, dict[str, Any], int], ...]] 
     (LLAMA, {"dp": 64, "zero": 2, **FULL, "offload_optimizer": "cpu"}, 0),
     (LLAMA, {"dp": 256, "zero": 1, **FULL, "offload_optimizer": "cpu-pinned", "overlap_comm": True}, 255),
     (
-        replace(LLAMA, n_layers=4),
+        implemented(replace(runnable("llama-3-8b"), n_layers=4), "huggingface"),
         {"dp": 8, "zero": 1, **FULL, "offload_optimizer": "cpu", "seq_len": 512},
         0,
     ),
@@ -462,6 +463,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-wild": gpu_wild,
     "gpu-divided": gpu_divided,
     "gpu-adapters": gpu_adapters,
+    "gpu-compiled": gpu_compiled,
     "gpu-optimizers": gpu_optimizers,
     "gpu-families": gpu_families,
 }

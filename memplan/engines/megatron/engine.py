@@ -397,6 +397,7 @@ class MegatronEngine(Engine):
     views = "ep", "etp"
     ep_beside = "pp", "cp", "tp"
     sharded_beside = ()
+    counts_blocks = ("full",)
     refusals = REFUSALS
     options = MegatronOptions
     gives_bounds = True

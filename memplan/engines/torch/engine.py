@@ -8,7 +8,7 @@ from memplan.engines.base import Confirmation, DataParallelism, Engine, PartCost
 from memplan.engines.costs import part_costs
 from memplan.engines.stage import StageKind
 from memplan.engines.torch.flat_parameter import FlatRankStages
-from memplan.engines.torch.options import TorchOptions, torch_options
+from memplan.engines.torch.options import TorchOptions, compiled_blocks, torch_options
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.sharding import padding_note
 from memplan.engines.torch.stage import RankStages, Stage
@@ -108,7 +108,7 @@ class TorchEngine(Engine):
             padding = padding_note(counted_weights(model), plan.n_shards, plan.formats.gather.itemsize)
         if padding:
             yield padding
-        yield from _said_of_pages(plan)
+        yield from _said_of_options(plan)
         version = torch_options(plan).torch_version
         if version != "2.13":
             yield (
@@ -133,7 +133,13 @@ class TorchEngine(Engine):
         return data_parallelism(plan, elements, block_elements, single_stage)
 
 
-def _said_of_pages(plan: Plan) -> Iterator[str]:
+def _said_of_options(plan: Plan) -> Iterator[str]:
+    if compiled_blocks(plan):
+        yield (
+            "The step time of compiled blocks takes each fused kernel to move three bytes for each one that it "
+            "allocates, and its band is that of eager code: four published runs of compiled blocks had 0.94 to "
+            "1.16 times the rate."
+        )
     if plan.kept.paged:
         yield (
             f"optimizer={plan.optimizer!r} keeps the state of weights of {LEAST_PAGED:,} elements or more in "

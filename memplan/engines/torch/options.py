@@ -5,13 +5,14 @@ from typing import Final, final
 
 from memplan.allocator import AllocatorConfig
 from memplan.fields import Choice, Count, Flag, Setting, described
-from memplan.models.traced import ROTATES
+from memplan.models.traced import ROTATES, Compiles
 from memplan.plan import Plan
 from memplan.shapes import DType
 
 FSDP_UNITS: Final = ("block", "block+ends", "model")
 BACKWARD_PREFETCHES: Final = ("pre", "post", "none")
 OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
+COMPILES: Final = ("none", "block")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "no_sync")
 """The options of FullyShardedDataParallel alone."""
@@ -59,6 +60,14 @@ class TorchOptions:
             "How context_parallel hands keys and values around: gathered once, or sent on in each turn",
             choices=ROTATES,
             word="rotate",
+        ),
+    )
+    compile: str = described(
+        "none",
+        Choice(
+            "torch.compile: each block on its own, as torchtitan does, or nothing",
+            choices=COMPILES,
+            word="compile",
         ),
     )
     optimizer_impl: str = described(
@@ -110,6 +119,14 @@ class TorchOptions:
 def torch_options(plan: Plan) -> TorchOptions:
     """The options of a plan of the torch engine."""
     return plan.options or TorchOptions()
+
+
+def compiled_blocks(plan: Plan) -> Compiles | None:
+    """How the plan's blocks are compiled; None: they are not."""
+    if torch_options(plan).compile == "none":
+        return None
+    again = (plan.recompute,) if plan.recompute_blocks is None else ("none", plan.recompute)
+    return Compiles(plan.micro_batch, plan.seq_len, tuple(dict.fromkeys(again)))
 
 
 def weight_dtype(plan: Plan) -> DType:

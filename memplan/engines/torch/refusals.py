@@ -7,9 +7,16 @@ from typing import Final
 from memplan.device import Device
 from memplan.engines.recorded import checked_cut
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
-from memplan.engines.torch.options import FSDP1_OPTIONS, TorchOptions, torch_options, weight_dtype
+from memplan.engines.torch.options import (
+    FSDP1_OPTIONS,
+    TorchOptions,
+    compiled_blocks,
+    torch_options,
+    weight_dtype,
+)
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model, TracedModel, ends_are_tied, not_adapted, not_divided, not_divided_so
+from memplan.models.lookup import module_values
 from memplan.models.traced import Ends
 from memplan.plan import Plan
 from memplan.shapes import BF16, FP32
@@ -390,16 +397,49 @@ def _check_adapters(model: Model, plan: Plan) -> None:
             )
 
 
+NOT_COMPILED: Final = ("pp", "tp", "cp", "ep")
+"""Axes that have no rule beside compiled blocks."""
+
+
+def _check_compiled(model: Model, plan: Plan) -> None:
+    """Raise for compiled blocks of a model without a module, or beside what has no rule with them."""
+    if torch_options(plan).compile == "none":
+        return
+    module_values(model)
+    degrees = {axis: plan.mesh.size(axis) for axis in NOT_COMPILED}
+    not_modelled = (
+        *[(n > 1, f"{axis}={n}", f"{axis}=1") for axis, n in degrees.items()],
+        (torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (plan.ddp, f"zero={plan.zero}, dp={plan.dp}: the order in which DDP reduces", "zero=2 or 3"),
+        (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
+        (
+            plan.autocasts,
+            f"precision={plan.precision!r} under autocast (zero={plan.zero})",
+            "precision='bf16', or zero=2 or 3, where FSDP2 casts",
+        ),
+    )
+    for asked, what, other in not_modelled:
+        if asked:
+            raise MissingRule(
+                f"compile='block' with {what} has no rule yet; use {other}, or compile='none'.",
+                kind=f"torch.compile with {what.partition('=')[0]}",
+            )
+
+
 def _check_recordings(model: Model, plan: Plan) -> None:
-    """Raise for what no recording of a module's own passes says: it is traced, or will be to be divided."""
-    divided = bool(plan.mesh.dividing) and not model.divides_itself
-    if isinstance(model, TracedModel) or divided or plan.adapters is not None:
+    """Raise for what no recording of a module's own passes says: it is traced, or will be."""
+    divided, compiles = bool(plan.mesh.dividing) and not model.divides_itself, compiled_blocks(plan)
+    if isinstance(model, TracedModel) or divided or plan.adapters is not None or compiles:
         _raise_first(
             model,
             (
                 (plan.splits_backward, f"schedule={plan.schedule!r}", "schedule='interleaved-1f1b'"),
                 (plan.loss_chunks > 1, f"loss_chunks={plan.loss_chunks}", "loss_chunks=1"),
-                (plan.recompute == "selective", "recompute='selective'", "recompute='full' or 'none'"),
+                (
+                    plan.recompute == "selective" and not compiles,
+                    "recompute='selective'",
+                    "recompute='full' or 'none'",
+                ),
             ),
         )
 
@@ -635,6 +675,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_context,
     _check_divided,
     _check_adapters,
+    _check_compiled,
     _check_recordings,
     _check_traced,
     _check_recorded,

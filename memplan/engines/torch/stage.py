@@ -9,7 +9,7 @@ from typing import Any, Final, Self, final
 
 from memplan.device import CPU, Device
 from memplan.engines.stage import ModelStage, StageKind, cublas_workspaces, trained
-from memplan.engines.torch.options import torch_options, weight_dtype
+from memplan.engines.torch.options import compiled_blocks, torch_options, weight_dtype
 from memplan.engines.torch.refusals import check_trace
 from memplan.engines.torch.sharding import (
     n_shards,
@@ -35,7 +35,9 @@ Source: c10/cuda/CUDAStream.cpp (`kStreamsPerPool`), aten/src/ATen/core/ivalue_i
 
 def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
     """The model as a rank of the axes that divide it has it; one that is traced so is checked as any is."""
-    found = divided(model, plan.mesh.dividing, device.type, plan.precision, plan.adapters)
+    found = divided(
+        model, plan.mesh.dividing, device.type, plan.precision, plan.adapters, compiled_blocks(plan)
+    )
     if found is not model:
         check_trace(found, plan)
     return found

@@ -21,12 +21,13 @@ from memplan.errors import MemplanError, PlanRefused
 from memplan.models import Decoder, Llama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.plan import Rank
+from memplan.tracing.torchtitan import rotations
 from validate.cases import Case
 from validate.standin import materialised
 from validate.systems import Training
 from validate.systems.deepspeed.patches import without_kernels
 from validate.systems.torch import modules
-from validate.systems.torch.modules import Transformer, rotations, token_loss
+from validate.systems.torch.modules import Transformer, token_loss
 from validate.systems.torch.parallelize import torch_dtype
 from validate.systems.torch.passes import batch
 from validate.systems.torch.wild import (

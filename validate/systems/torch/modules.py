@@ -1,45 +1,25 @@
 """The torch module that a memplan Model describes: the same parameters and operations, in the same order."""
 
-from collections import Counter
-from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from operator import add
-from typing import Any, Final, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from memplan.models import Decoder, Gpt, Llama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.plan import Recompute
-
-KEPT_OPERATIONS: Final = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-]
-"""The operations whose outputs selective recomputation keeps; all others are recomputed, all-gathers too.
-
-Source: torchtitan's list of operations to save (torchtitan/distributed/activation_checkpoint.py), which keeps
-every other `mm` and no all-reduce; here all products are kept, and all-reduces, which take the place of
-reduce-scatters without sequence parallelism.
-"""
-
-kept_contexts: Final = partial(create_selective_checkpoint_contexts, KEPT_OPERATIONS)
-"""The `context_fn` of `torch.utils.checkpoint` that keeps them."""
+from memplan.tracing.torchtitan import (
+    RmsNormByParts,
+    TorchtitanBlock,
+    kept_contexts,
+    rotated,
+    rotations,
+    second_products_kept,
+)
 
 
 class GptAttention(nn.Module):
@@ -133,19 +113,6 @@ class LlamaAttention(nn.Module):
         return cast(Tensor, self.wo(y.transpose(1, 2).flatten(2)))
 
 
-def rotations(seq_len: int, d_head: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """The rotary angles as unit complex numbers, shape (seq_len, d_head / 2)."""
-    frequencies = theta ** -(torch.arange(0, d_head, 2, device=device, dtype=torch.float32) / d_head)
-    angles = torch.outer(torch.arange(seq_len, device=device, dtype=torch.float32), frequencies)
-    return torch.polar(torch.ones_like(angles), angles)
-
-
-def rotated(x: Tensor, rotation: Tensor) -> Tensor:
-    """Heads `x` (batch, seq, heads, d_head) turned by their positions' angles, computed in float32."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation[: x.shape[1], None]).flatten(3).type_as(x)
-
-
 class LlamaFeedForward(nn.Module):
     """SwiGLU."""
 
@@ -168,89 +135,6 @@ class LlamaBlock(nn.Module):
         self.attention = LlamaAttention(model)
         self.ffn_norm = nn.RMSNorm(model.d_model, eps=1e-5)
         self.feed_forward = LlamaFeedForward(model)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation)
-        return cast(Tensor, x + self.feed_forward(self.ffn_norm(x)))
-
-
-class RmsNormByParts(nn.Module):
-    """RMSNorm operation by operation, the weight applied in the input's type.
-
-    Source: torchtitan/models/norms.py (`RMSNorm`).
-    """
-
-    def __init__(self, d_model: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._normed(x.float()).type_as(x) * self.weight
-
-    def _normed(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-
-
-class TorchtitanAttention(nn.Module):
-    """Attention with a copy of the keys and values for each query head.
-
-    Source: torchtitan/models/llama/model.py (`Attention`, `repeat_kv`).
-    """
-
-    def __init__(self, model: TorchtitanLlama) -> None:
-        super().__init__()
-        d, width = model.d_model, model.d_head
-        self.d_head = width
-        self.wq = nn.Linear(d, model.n_heads * width, bias=False)
-        self.wk = nn.Linear(d, model.n_kv_heads * width, bias=False)
-        self.wv = nn.Linear(d, model.n_kv_heads * width, bias=False)
-        self.wo = nn.Linear(model.n_heads * width, d, bias=False)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.d_head)) for w in (self.wq, self.wk, self.wv))
-        q, k = rotated(q, rotation), rotated(k, rotation)
-        k, v = self._repeated(k, q.shape[2]), self._repeated(v, q.shape[2])
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return cast(Tensor, self.wo(y.transpose(1, 2).contiguous().flatten(2)))
-
-    @staticmethod
-    def _repeated(x: Tensor, n_heads: int) -> Tensor:
-        batch, seq, n_kv_heads, width = x.shape
-        if n_kv_heads == n_heads:
-            return x
-        copies = x.unsqueeze(3).expand(batch, seq, n_kv_heads, n_heads // n_kv_heads, width)
-        return copies.reshape(batch, seq, n_heads, width)
-
-
-class TorchtitanFeedForward(nn.Module):
-    """SwiGLU.
-
-    Source: torchtitan/models/llama/model.py (`FeedForward`).
-    """
-
-    def __init__(self, model: TorchtitanLlama) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(model.d_model, model.d_ff, bias=False)
-        self.w3 = nn.Linear(model.d_model, model.d_ff, bias=False)
-        self.w2 = nn.Linear(model.d_ff, model.d_model, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.w2(F.silu(self.w1(x)) * self.w3(x)))
-
-
-class TorchtitanBlock(nn.Module):
-    """Pre-norm block.
-
-    Source: torchtitan/models/llama/model.py (`TransformerBlock`).
-    """
-
-    def __init__(self, model: TorchtitanLlama) -> None:
-        super().__init__()
-        self.attention_norm = RmsNormByParts(model.d_model)
-        self.attention = TorchtitanAttention(model)
-        self.ffn_norm = RmsNormByParts(model.d_model)
-        self.feed_forward = TorchtitanFeedForward(model)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
@@ -362,26 +246,9 @@ class Transformer(nn.Module):
     def _recomputed(self, block: nn.Module, *arguments: Tensor) -> Tensor:
         contexts = kept_contexts
         if isinstance(block, TorchtitanBlock):
-            contexts = partial(create_selective_checkpoint_contexts, every_second_product_kept())
+            contexts = second_products_kept
         context_fn = contexts if self.recompute == "selective" else noop_context_fn
         return cast(Tensor, checkpoint(block, *arguments, use_reentrant=False, context_fn=context_fn))
-
-
-def every_second_product_kept() -> Callable[..., CheckpointPolicy]:
-    """torchtitan's policy of selective recomputation: of `KEPT_OPERATIONS` all, but every second product.
-
-    Source: torchtitan/parallelisms/parallelize_llama.py (`_apply_ac_to_transformer_block`).
-    """
-    n_products = Counter[bool]()
-
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        again = operation not in KEPT_OPERATIONS
-        if operation is torch.ops.aten.mm.default:
-            n_products[context.is_recompute] += 1
-            again = n_products[context.is_recompute] % 2 == 0
-        return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
-
-    return policy
 
 
 def token_loss(logits: Tensor, targets: Tensor, *, chunks: int = 1) -> Tensor:

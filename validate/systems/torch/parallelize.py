@@ -46,6 +46,7 @@ from memplan.plan import Rank, stage_layers
 from memplan.shapes import DType
 from memplan.units import MiB
 from validate.standin import WEIGHT_STD, WithResult, materialised, with_results
+from validate.systems.torch.compiled import compile_blocks
 from validate.systems.torch.modules import GptEmbedding, Transformer
 
 POWERSGD_FIRST_STEP: Final = 2
@@ -133,7 +134,8 @@ def parallel_module(
     A stage on `meta` gets its weights on `device`, or on the host under offload, after the tensor axis and
     before the data axis.
     """
-    stage.recompute, stage.recompute_blocks = plan.recompute, plan.recompute_blocks
+    if not compile_blocks([stage.blocks], plan):
+        stage.recompute, stage.recompute_blocks = plan.recompute, plan.recompute_blocks
     if plan.autocasts:
         stage.autocast_dtype = torch_dtype(plan.formats.compute)
     if mesh is None:

@@ -37,11 +37,12 @@ from memplan.plan import Rank
 from memplan.shapes import FP32
 from memplan.tracing.context import as_trainer_divides, divided_sequences
 from memplan.tracing.divided import by_plan_of_transformers, dealt_out, is_of_experts
+from memplan.tracing.torchtitan import kept_contexts
 from validate.cases import Divided
 from validate.standin import materialised
 from validate.systems.torch.adapters import with_adapters
 from validate.systems.torch.architectures import is_architecture, small_module
-from validate.systems.torch.modules import kept_contexts
+from validate.systems.torch.compiled import compile_blocks
 from validate.systems.torch.parallelize import (
     fsdp_options,
     fully_sharded,
@@ -840,13 +841,18 @@ def wild_modules(
         elif plan.mesh.dividing and mesh is not None and hasattr(module, "_resolve_parallel_plans"):
             by_plan_of_transformers(module, mesh)
         stacks, path = stacks_of(module, model), ""
-        checkpoint_blocks(module, plan)
+        compiles = compile_blocks([one for one in module.modules() if list(one.children()) in stacks], plan)
+        if compiles:
+            stacks = stacks_of(module, model)
+        else:
+            checkpoint_blocks(module, plan)
         if plan.pp > 1:
             (own,) = stacks
             path = next(name for name, one in module.named_modules() if list(one.children()) == own)
             module = wild_stage(module, path, plan, stage)
             stacks = [list(module.module.get_submodule(path).children())]
-        checkpoint_only(stacks, module, plan)
+        if not compiles:
+            checkpoint_only(stacks, module, plan)
         if plan.fsdp and mesh is not None and torch_options(plan).fsdp_version == 1:
             module = fully_sharded(module, [one for own in stacks for one in own], plan, mesh, device)
         elif plan.fsdp and mesh is not None:

@@ -1,0 +1,56 @@
+"""Blocks under `torch.compile`: models of published sizes, alone and under FSDP2."""
+
+from dataclasses import replace
+from typing import Any, Final
+
+from memplan.engines.options import plan_of
+from memplan.models import Decoder, implemented, preset
+from validate.cases import UNTIMED_STEPS, Case, title
+from validate.gpus import Gpus
+
+SHARDED: Final[tuple[dict[str, Any], ...]] = (
+    {"dp": 8, "zero": 3},
+    {"dp": 8, "zero": 3, "recompute": "full", "micro_batch": 2},
+    {"dp": 8, "zero": 3, "recompute": "selective", "clip_grad_norm": 1.0},
+    {"dp": 4, "zero": 2, "recompute": "selective", "seq_len": 4096, "global_batch": 8},
+    {"dp": 64, "zero": 3, "fsdp_units": "block+ends", "seq_len": 4096},
+    {"dp": 8, "zero": 3, "recompute": "full", "recompute_blocks": 16, "precision": "bf16"},
+    {"dp": 4, "dp_replicate": 2, "zero": 3, "recompute": "selective", "seq_len": 2048, "micro_batch": 2},
+)
+"""One rank of 4 to 64 under FSDP2."""
+
+ALONE: Final[tuple[dict[str, Any], ...]] = (
+    {"precision": "bf16", "seq_len": 4096},
+    {"precision": "bf16", "seq_len": 2048, "micro_batch": 2, "recompute": "full"},
+    {"precision": "bf16", "seq_len": 4096, "recompute": "selective", "optimizer": "sgd", "global_batch": 2},
+    {"precision": "bf16", "seq_len": 2048, "micro_batch": 3, "clip_grad_norm": 1.0},
+)
+"""One GPU."""
+
+MODELS: Final = (
+    ("llama-3-8b", "torchtitan", SHARDED),
+    ("llama-3-8b", "huggingface", SHARDED),
+    ("qwen3-8b", "huggingface", SHARDED[:5]),
+    ("llama-3.2-3b", "torchtitan", ALONE),
+    ("llama-3.2-3b", "huggingface", ALONE),
+)
+"""Models, whose code, and plans."""
+
+
+def gpu_compiled(gpus: Gpus | None) -> tuple[Case, ...]:
+    """One rank of each plan, as a GPU or a GPU that is not there runs it; none without either."""
+    found: list[Case] = []
+    if gpus is None:
+        return ()
+    for name, code, plans in MODELS:
+        model = implemented(preset(name), code)
+        assert isinstance(model, Decoder)
+        for options in plans:
+            plan = plan_of(**{"seq_len": 8192, "compile": "block", **options})
+            of = f"{title(model, plan)}, {code}, {plan.global_batch} x {plan.seq_len}"
+            case = Case(name=of, model=model, plan=plan, timeout_s=600.0)
+            case = replace(case, device=gpus.device, gpu=gpus.known_as, steps=UNTIMED_STEPS)
+            if plan.world_size > 1:
+                case = replace(case, backend="nccl" if gpus.device == "nogpu" else "fake", rank=0)
+            found.append(case)
+    return tuple(found)
