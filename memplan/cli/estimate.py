@@ -54,7 +54,8 @@ def command(
     model = planned if isinstance(planned, str) else None
     result = estimate(planned if model is None else model_of(model, blocks), **asked)
     worst = result.worst
-    tables = {"ledger": worst.alive} | ({"host_ledger": worst.host_alive} if result.plan.offload else {})
+    offloads = result.engine.offloads(result.plan)
+    tables = {"ledger": worst.alive} | ({"host_ledger": worst.host_alive} if offloads else {})
     rows = {name: ledger_rows(alive) for name, alive in tables.items() if ledger}
     if as_json:
         print_json(result.to_dict() | rows)

@@ -277,6 +277,10 @@ class Engine(ABC):
         """Raise if the plan's results are wrong on this device."""
         return
 
+    def offloads(self, plan: Plan) -> bool:
+        """Whether the optimizer updates states in the host's memory."""
+        return plan.offload
+
     def built(self, model: Model) -> Model:
         """The model as the framework builds it, of which `part_costs` says the costs."""
         return model

@@ -333,7 +333,8 @@ def time_model_of(cluster: Cluster | None) -> Priced:
 
 
 def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
-    if ENGINES.named(plan.engine).is_accounting:
+    engine = ENGINES.named(plan.engine)
+    if engine.is_accounting:
         yield "closed-form accounting has none"
         return
     if cluster is None:
@@ -344,7 +345,7 @@ def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
         yield f"no peak rate is known of {gpu.name} in {plan.formats.matmul}"
     if not gpu.memory_bytes_per_s:
         yield f"no memory rate is known of {gpu.name}"
-    if plan.offload:
+    if engine.offloads(plan):
         yield "no rate is known to and in the host's memory, where offloaded states are updated"
     if cluster.intra_node.bytes_per_s and cluster.inter_node.bytes_per_s:
         return

@@ -6,7 +6,7 @@ from typing import final
 from memplan.device import Device
 from memplan.engines.base import Confirmation, Engine, RankRecord
 from memplan.engines.deepspeed.flat import Partitions, slots_of
-from memplan.engines.deepspeed.options import DeepSpeedOptions
+from memplan.engines.deepspeed.options import DeepSpeedOptions, deepspeed_options
 from memplan.engines.deepspeed.refusals import REFUSALS
 from memplan.engines.deepspeed.runtime import DeepSpeedEngine
 from memplan.engines.deepspeed.stage import DeepSpeedStage
@@ -29,6 +29,9 @@ class DeepSpeed(Engine):
     def confirmed_on(self, device: Device) -> Confirmation:
         chips = {(each.capability, each.multiprocessors) for each in map(gpu, self.confirmed_gpus)}
         return "nogpu" if (device.capability, device.multiprocessors) in chips else "unconfirmed"
+
+    def offloads(self, plan: Plan) -> bool:
+        return deepspeed_options(plan).offload_optimizer != "none"
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         """The record of the fullest of three ranks.
