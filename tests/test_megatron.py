@@ -372,6 +372,24 @@ def test_an_argument_without_a_rule_is_refused_by_its_name(more, name):
         read(f"{GPT_7B} {more}", "megatron")
 
 
+def test_layers_that_do_not_divide_are_a_layout():
+    """The first stages have one more; arguments without a layout are refused, as Megatron refuses them."""
+    asked: dict[str, Any] = {
+        "cluster": "24xh100-sxm",
+        "engine": "megatron",
+        "pp": 3,
+        "zero": 1,
+        "seq_len": 512,
+    }
+    e = memplan.estimate("llama-3-8b", **asked)
+    assert [len(own) for stage in e.stages for own in stage.layers] == [11, 11, 10]
+    assert any("--pipeline-model-parallel-layout" in note for note in e.notes)
+    said = memplan.estimate("llama-3-8b", **asked, layers_per_stage=(11, 11, 10))
+    assert (said.peak, said.step_s) == (e.peak, e.step_s)
+    exported = str(e.export(to="megatron"))
+    assert f"'E{'t' * 11}|{'t' * 11}|{'t' * 10}L'" in exported
+
+
 def test_what_megatron_refuses_is_refused_in_its_words():
     def estimated(more: str) -> None:
         found = read(f"{GPT_7B} {more}", "megatron").keywords

@@ -548,6 +548,12 @@ class Arguments:
             found["layers_per_stage"] = self._with_ends(layers, pp * max(virtual, 1), *ends)
         if first or last:
             found["layers_per_stage"] = self._uneven(layers, pp, max(virtual, 1), first, last)
+        if "layers_per_stage" not in found and layers % (pp * max(virtual, 1)):
+            raise PlanRefused(
+                f"Number of layers ({layers}) should be divisible by the stages of the pipeline "
+                f"({pp * max(virtual, 1)}); use --pipeline-model-parallel-layout to divide them unevenly.",
+                kind="layers that a pipeline does not divide",
+            )
         return found
 
     def _layout(self, text: str) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from memplan.engines.options import not_usual
 from memplan.models.megatron import GPTModel, MoE
-from memplan.plan import Plan
+from memplan.plan import Plan, stage_layers
 
 PRECISIONS: Final = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 """The flag of each precision; float32 has none."""
@@ -109,10 +109,11 @@ def _of_mesh(model: GPTModel, plan: Plan) -> Iterator[Argument]:
     if model.moe is not None:
         yield "expert-model-parallel-size", plan.ep
         yield "expert-tensor-parallel-size", plan.etp
-    if plan.virtual_stages > 1 and plan.layers_per_stage is None:
-        yield "num-layers-per-virtual-pipeline-stage", model.n_layers // plan.n_stages
-    if plan.layers_per_stage is not None:
-        stages = ["t" * n for n in plan.layers_per_stage]
+    if plan.layers_per_stage is None and model.n_layers % plan.n_stages == 0:
+        if plan.virtual_stages > 1:
+            yield "num-layers-per-virtual-pipeline-stage", model.n_layers // plan.n_stages
+    else:
+        stages = ["t" * len(stage_layers(model.n_layers, plan, stage)) for stage in range(plan.n_stages)]
         layout = f"E{'|'.join(stages)}{'m' * model.mtp_num_layers}L"
         yield "pipeline-model-parallel-layout", f"'{layout}'"
 

@@ -148,8 +148,15 @@ class Space:
 
     @cached_property
     def undivided(self) -> Mapping[tuple[int, ...], str]:
-        """The degrees (of `DIVIDING`) that the model's own framework has no plan for, and why."""
-        if self.model.divides_itself:
+        """The degrees (of `DIVIDING`) that the model's own framework has no plan for, and why.
+
+        None where the engine builds the model itself, or refuses it: its own rules say so of each plan.
+        """
+        try:
+            built = ENGINES.named(self.base.engine).built(self.model)
+        except MemplanError:
+            return {}
+        if built.divides_itself:
             return {}
         sizes, found = self.model.sizes_over_tp.values(), {}
         meshes = {_divided_by(mesh): mesh for mesh in self._meshes(self._within_node())}

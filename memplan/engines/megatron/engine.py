@@ -412,6 +412,11 @@ class MegatronEngine(Engine):
             f"upper end has {self.reserves_more:.0%} more than a replay of the allocator reserves, as the "
             "largest difference from runs without a GPU."
         )
+        if plan.layers_per_stage is None and model.n_blocks % plan.n_stages:
+            yield (
+                f"The {model.n_blocks} layers are divided over {plan.n_stages} stages as evenly as they can "
+                "be; Megatron is told so by --pipeline-model-parallel-layout, as in `memplan export`."
+            )
         own = gpt_model(model)
         if own.mtp_num_layers and own is not model:
             yield (

@@ -48,12 +48,6 @@ def _check_schedule(model: Model, plan: Plan) -> None:
             f"virtual_stages={plan.virtual_stages} is interleaved; use schedule='interleaved-1f1b'.",
             kind="several stages per rank under a schedule of one",
         )
-    if plan.layers_per_stage is None and model.n_blocks % plan.n_stages:
-        raise PlanRefused(
-            f"Number of layers ({model.n_blocks}) should be divisible by the stages of the pipeline "
-            f"({plan.n_stages}); use layers_per_stage to divide them unevenly.",
-            kind="layers that a pipeline does not divide",
-        )
     if plan.virtual_stages == 1:
         return
     group = megatron_options(plan).microbatch_group_size_per_virtual_pipeline_stage
