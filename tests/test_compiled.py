@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
 import memplan
 from memplan import MissingRule, PlanRefused
@@ -39,6 +40,12 @@ def test_kernels_that_inductor_fuses_keep_less(code):
     kernels = {name for name in names(compiled) if name.startswith(": triton")}
     assert any("silu" in kernel for kernel in kernels)
     assert ": mm" in names(compiled)
+
+
+def test_blocks_are_compiled_whatever_dynamo_knows_already():
+    """Dynamo's table of PyTorch's functions is made of the true ones, if nothing has asked for it yet."""
+    get_torch_obj_rule_map.cache_clear()
+    memplan.estimate(tiny("torchtitan"), **ALONE, micro_batch=3)
 
 
 def test_recomputation_is_the_partitioner_s():

@@ -174,6 +174,7 @@ class DataParallelism:
         states_bytes: weights, DDP's buckets, and optimizer state.
         unsharded_bytes: gathered weights that live from the first forward pass to the last backward pass.
         grads_bytes: gradients when every stage has had a backward pass; 0 if they are kept between steps.
+        reduced_bytes: held for each element of a block while its gradients are reduced, if others precede it.
         updated_bytes: the weights that the rank's optimizer updates.
     """
 
@@ -185,6 +186,7 @@ class DataParallelism:
     unsharded_bytes: Any
     grads_bytes: Any
     updated_bytes: Any
+    reduced_bytes: Any = 0.0
 
 
 class Engine(ABC):

@@ -14,7 +14,7 @@ first backward pass have saved; and once all its stages have had a backward pass
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from itertools import groupby
 from math import inf
 from operator import itemgetter
@@ -483,7 +483,7 @@ def _has_rates(plans: _Plans, cluster: Cluster, time_model: Priced) -> NDArray[n
 
 
 def _least_bytes(plans: _Plans) -> Bytes:
-    """A lower bound of the peak of each plan's first rank: the worse of two instants."""
+    """A lower bound of the peak of each plan's first rank: the worst of three instants."""
     elements = plans.elements_on_first_rank
     data = plans.data_parallelism(elements)
     saved_bytes = {part: plans.saved_bytes(part) for part in plans.pipelines[0].numbers}
@@ -494,7 +494,22 @@ def _least_bytes(plans: _Plans) -> Bytes:
         for instant in instants
     )
     held = np.maximum(at_first, np.where(instants[1].there[place], later + data.grads_bytes, 0))
+    held = np.maximum(held, at_first + _reduced_bytes(plans, data, saved_bytes))
     received_bytes = plans.for_micro_batch(lambda costs: costs.received_bytes)
     received = plans.m * plans.of_pipelines(lambda one: one.n_neighbours) * received_bytes
     found: Bytes = np.floor((data.states_bytes + received + held) * (1 - ROUNDING))
     return found
+
+
+def _reduced_bytes(plans: _Plans, data: DataParallelism, saved_bytes: Mapping[Part, Any]) -> Any:
+    """What a single stage holds more when its last block's gradients are reduced than when it has saved all.
+
+    What the head and that block have saved is gone. There are several blocks, or nothing is said.
+    """
+    if plans.model.n_blocks < 2:
+        return -inf
+    blocks = [block for _, block, _ in plans.runs]
+    least = reduce(np.minimum, [plans.elements(block) for block in blocks])
+    own = [saved_bytes[block] + np.maximum(saved_bytes[block._replace(again=True)], 0) for block in blocks]
+    freed = saved_bytes["head"] + reduce(np.maximum, own)
+    return np.where(data.reduced_bytes > 0, data.reduced_bytes * least - freed, -inf)

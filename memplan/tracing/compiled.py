@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CudaInterface
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -143,6 +144,7 @@ def compiling(recorder: Recorder) -> Iterator[None]:
         patch.object(GraphLowering, "_compile_to_module_lines", loaded),
     )
     torch._dynamo.reset()
+    get_torch_obj_rule_map()  # which is kept, of PyTorch's own functions: none may be changed yet
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that complex numbers are slow, say
         for change in changes:

@@ -705,7 +705,7 @@ class _Tracer:
             yield
         finally:
             for one, forward in before:
-                del vars(one)["forward"]
+                vars(one).pop("forward", None)
                 if forward is not None:
                     vars(one)["forward"] = forward
 

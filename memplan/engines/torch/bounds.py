@@ -52,6 +52,9 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
     weights = elements * formats.stored.itemsize / n
     grads = 0.0 if plan.offload else elements * formats.accumulate.itemsize / n
     unsharded_grads = elements * formats.reduce.itemsize
+    by_block = options.fsdp_version == 2 and options.fsdp_units != "model" and options.fsdp_blocks == 1
+    # Gradients, their copy that is reduced, and the weights of the block before, which are there already.
+    copied = formats.gather.itemsize * (1 + (plan.zero == 3)) + formats.reduce.itemsize
     return DataParallelism(
         waits={},
         reductions={
@@ -64,4 +67,5 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
         unsharded_bytes=np.where((plan.zero == 2) & (n > 1), elements * formats.gather.itemsize, 0.0),
         states_bytes=0.0 if plan.offload else (1 + plan.kept.least_share) * weights,
         grads_bytes=np.where(pp > 1, unsharded_grads, grads) if options.set_to_none else 0.0,
+        reduced_bytes=np.where((pp == 1) & (n > 1) & (plan.ep == 1), copied, 0) if by_block else 0.0,
     )
