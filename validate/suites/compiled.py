@@ -35,7 +35,7 @@ MODELS: Final = (
     ("llama-3.2-3b", "torchtitan", ALONE),
     ("llama-3.2-3b", "huggingface", ALONE),
 )
-"""Models, whose code, and plans. In transformers' code some recomputed blocks beside others have no rule yet."""
+"""Models, whose code, and plans; some recomputed blocks beside others have no rule in transformers' code."""
 
 
 def gpu_compiled(gpus: Gpus | None) -> tuple[Case, ...]:
