@@ -8,10 +8,11 @@ import csv
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 
@@ -261,7 +262,11 @@ def _compared(row: Row) -> Compared:
     reason = next((text for text, holds in INEXPRESSIBLE if holds(row)), "")
     if reason:
         return Compared(row=row, reason=reason)
-    e = comparable_estimate(row)
+    from memplan.tracing import cache as traces  # slow to import, and rarely needed
+    from validate.adapted import on_file  # which reads rows in turn
+
+    with patch.object(traces, "_traced", partial(on_file, traced=traces._traced)):
+        e = comparable_estimate(row)
     peak_gib = row["peak_mem_gib"]
     return Compared(
         row=row,
