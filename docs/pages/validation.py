@@ -21,6 +21,7 @@ SUITES: Final = {
     "context": "transformers' modules over context ranks",
     "fsdp1": "FullyShardedDataParallel",
     "adapters": "LoRA and QLoRA by PEFT and bitsandbytes",
+    "compiled": "blocks under torch.compile",
     "optimizers": "bitsandbytes' optimizers",
     "deepspeed": "DeepSpeed's ZeRO-0 to 3",
     "fullsize": "single ranks at true size, on tensors without data",
