@@ -96,7 +96,7 @@ class StageEstimate:
 
     @cached_property
     def setup_bytes(self) -> int:
-        """Bytes at the worst instant before the first step; 0 where no step holds less."""
+        """Bytes at the worst instant before the first step; 0 if the engine records no set-up."""
         return 0 if self.record.setup is None else self.record.setup.high_bytes
 
     @property

@@ -22,17 +22,20 @@ HARMLESS: Final = frozenset({
 """Keys that change no byte of a step."""
 
 OF_ZERO: Final = ("overlap_comm", "reduce_bucket_size")
+"""Keys of `zero_optimization` that a plan has under every stage."""
+
 OFFLOAD: Final = "offload_optimizer"
 OFFLOAD_KEYS: Final = {
     *("device", "pin_memory", "ratio", "nvme_path", "buffer_count", "pipeline_read", "pipeline_write"),
     *("fast_init", "cpuadam_cores_perc"),
 }
-"""The section that a plan has of its own, and its keys; those of NVMe are not read for the host."""
+"""The section's name and its keys; the keys for NVMe are accepted and change no byte on the host."""
+
 OF_STAGE_3: Final = (
     *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
     *("stage3_max_reuse_distance", "sub_group_size"),
 )
-"""Keys of `zero_optimization` that a plan has, and those that only its stage 3 reads."""
+"""Keys of `zero_optimization` that only stage 3 reads."""
 
 AUTO: Final[Mapping[str, Callable[[int], int]]] = {
     "reduce_bucket_size": lambda d_model: d_model * d_model,

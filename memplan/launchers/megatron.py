@@ -544,14 +544,15 @@ class Arguments:
             found["layers_per_stage"] = stages
             if virtual > 1:
                 found |= {"virtual_stages": virtual, "schedule": "interleaved-1f1b"}
+        n_stages = pp * max(virtual, 1)
         if any(ends):
-            found["layers_per_stage"] = self._with_ends(layers, pp * max(virtual, 1), *ends)
+            found["layers_per_stage"] = self._with_ends(layers, n_stages, *ends)
         if first or last:
             found["layers_per_stage"] = self._uneven(layers, pp, max(virtual, 1), first, last)
-        if "layers_per_stage" not in found and layers % (pp * max(virtual, 1)):
+        if "layers_per_stage" not in found and layers % n_stages:
             raise PlanRefused(
                 f"Number of layers ({layers}) should be divisible by the stages of the pipeline "
-                f"({pp * max(virtual, 1)}); use --pipeline-model-parallel-layout to divide them unevenly.",
+                f"({n_stages}); use --pipeline-model-parallel-layout to divide them unevenly.",
                 kind="layers that a pipeline does not divide",
             )
         return found

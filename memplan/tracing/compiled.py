@@ -1,4 +1,4 @@
-"""`torch.compile` of a traced module's blocks: all of it runs but the kernels, of which none is made.
+"""Traces blocks under `torch.compile`: its whole compiler runs, but no kernel is built or launched.
 
 Dynamo, AOTAutograd, its partitioner and Inductor are PyTorch's own, and compile for CUDA without Triton and
 without a GPU. The code that Inductor generates, which allocates buffers, calls kernels and frees buffers,

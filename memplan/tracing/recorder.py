@@ -322,7 +322,7 @@ class Recorder(ShapesMode):
         self._seen(tensor, function)
 
     def filled(self, given: Iterable[Tensor], kernel: str) -> None:
-        """Note that a kernel of compiled code has run: what it is the first to fill has its name."""
+        """Name the buffers that no kernel has written before after this kernel of compiled code."""
         for tensor in given:
             storage = self.storage_of(tensor)
             if storage >= 0 and self.storages[storage].name.endswith(EMPTY):

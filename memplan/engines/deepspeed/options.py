@@ -63,7 +63,13 @@ class DeepSpeedOptions:
     )  # fmt: skip
 
 
-OF_STAGE_3: Final = tuple([*DeepSpeedOptions.__dataclass_fields__][2:-2])
+OF_STAGE_3: Final = tuple(
+    [
+        name
+        for name in DeepSpeedOptions.__dataclass_fields__
+        if name.startswith("stage3_") or name == "sub_group_size"
+    ]
+)
 """The options of ZeRO-3 alone."""
 
 

@@ -70,6 +70,6 @@ class DeepSpeedStage(ModelStage):
 
     @property
     def of_adam(self) -> list[Buffer]:
-        """What FusedAdam makes for itself; DeepSpeedCPUAdam makes nothing."""
+        """FusedAdam's overflow buffer; DeepSpeedCPUAdam allocates no buffer on the GPU."""
         on_gpu = self.options.offload_optimizer == "none"
         return [buffer_of("_dummy_overflow_buf", (1,), INT32)] * on_gpu

@@ -193,13 +193,11 @@ class DeepSpeedZeroOptimizer(Optimizer):
 
     def step(self) -> Stretch:
         """Plays `DeepSpeedZeroOptimizer.step`."""
+        what = "gather updated weights"
+        gathered = Collective(kind="all_gather", axis="dp", what=what, payload_bytes=self.flat.n_bytes)
         if self.offloads:
-            sums = all_reduce("overflow flag", 1), all_reduce("norm of gradients", FP32.itemsize)
-            gather = Collective(
-                kind="all_gather", axis="dp", what="gather updated weights", payload_bytes=self.flat.n_bytes
-            )
             back = _copy("updated weights", self.partitions.size * self.stage.dtype.itemsize)
-            return stepped(events("norm of gradients", (*sums, *frees(*self.norms))), after=(back, gather))
+            return stepped(events("norm of gradients", self._norm()), after=(back, gathered))
         size = self.partitions.size
         flat = buffer_of("flat_grad_partition", (size,), self.stage.dtype)
         single = buffer_of("single_grad_partition", (size,), FP32)
@@ -208,8 +206,6 @@ class DeepSpeedZeroOptimizer(Optimizer):
         flattening = [flat] if n_tensors > 1 else []
         scaled = buffer_of("scaled_global_grad_norm", (), FP32)
         before = *allocs(scaled, GLOBAL_NORM, *flattening, single), *frees(*flattening, *grads)
-        what = "gather updated weights"
-        gathered = Collective(kind="all_gather", axis="dp", what=what, payload_bytes=self.flat.n_bytes)
         return stepped(
             events("norm of gradients", self._norm()),
             events("gradients in float32", before),
@@ -217,10 +213,16 @@ class DeepSpeedZeroOptimizer(Optimizer):
         )
 
     def _norm(self) -> Iterator[Event]:
-        """The overflow flag, and the norm of each slice of a gradient (`get_grad_norm_direct`)."""
+        """The overflow flag, and the norm of each slice of a gradient (`get_grad_norm_direct`).
+
+        Under offload the norms were computed as the slices were copied to the host.
+        """
         yield all_reduce("overflow flag", UINT8.itemsize)
-        yield from norms_of(self.stage, self.own.values())
+        if not self.offloads:
+            yield from norms_of(self.stage, self.own.values())
         yield all_reduce("norm of gradients", FP32.itemsize)
+        if self.offloads:
+            yield from frees(*self.norms)
 
 
 def _copy(what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:

@@ -10,7 +10,8 @@ megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_inter
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain as joined
 from typing import Any, Final, NamedTuple
 
@@ -141,11 +142,17 @@ class _OneForwardOneBackward:
         """A stretch of events; equal ones are one object."""
         listed = tuple(found)
         key = name, *[(type(event), event) for event in listed]  # Alloc(b) == Free(b)
-        return self.made.setdefault(key, events(name, listed))
+        return self._kept(key, lambda: events(name, listed))
+
+    def _kept(self, key: tuple[Any, ...], make: Callable[[], Stretch]) -> Stretch:
+        """The stretch of this key, which is made once."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
     def _passed(self, local: int, part: PassPart, *parts: Stretch) -> Stretch:
         """A pass of these parts; equal ones are one object."""
-        return self.made.setdefault((part, local, *parts), passed(local, part, *parts))
+        return self._kept((part, local, *parts), lambda: passed(local, part, *parts))
 
     def run(self, order: Loop) -> list[Stretch]:
         """The actions in order, then the frees when the schedule returns."""
@@ -303,7 +310,7 @@ class _Interleaved(_OneForwardOneBackward):
                 sent = [self.chunks[action.local].release]
             if not self.went_back:
                 parts, sent = parts + sent, []
-            found.append(self.made.setdefault(("action", *parts), chain("action", *parts)))
+            found.append(self._kept(("action", *parts), partial(chain, "action", *parts)))
         returned = self._once("return of the schedule", self._returned())
         return [begins, *_counted(found, _period(listed, 2 * len(self.chunks))), *sent, returned]
 

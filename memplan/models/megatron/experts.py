@@ -446,7 +446,7 @@ def experts(
 def grouped_output(
     x: Tensor, probs: Tensor, n_out: int, n: Routed, config: TransformerConfig, *, swiglu: bool
 ) -> Tensor:
-    """The activation of each row times its prob, and the second product, which alone has saved the former.
+    """The experts' second product, of activations times each row's prob; it saves the scaled activations.
 
     Source: megatron.core.transformer.moe.experts:TEGroupedMLP.forward.
     """

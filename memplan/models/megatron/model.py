@@ -152,7 +152,7 @@ class GPTModel(Decoder):
         )
 
     def layer_buffers(self, seq_len: int, dtype: DType) -> tuple[Buffer, ...]:
-        """The buffers that each layer has: those of the positions of multi-latent attention."""
+        """Each layer's rotary buffers under multi-latent attention; other layers have none."""
         if self.mla is None:
             return ()
         return tuple(latent_buffers(self.mla, seq_len, dtype, self.config, fused=self.fuses_rope))
@@ -329,7 +329,10 @@ class GPTModel(Decoder):
         return h
 
     def _predict_next(self, x: Tensor, embedded: Tensor) -> Tensor:
-        """The hidden states of one depth, from those of the depth before and the next tokens' embeddings.
+        """The next depth's hidden states.
+
+        They are computed from `x`, the hidden states of the depth before, and from `embedded`, the embeddings
+        of the next tokens.
 
         Source: megatron.core.transformer.multi_token_prediction:MultiTokenPredictionLayer.forward.
         """
