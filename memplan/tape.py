@@ -447,6 +447,13 @@ class Tape:
         self._held += tensors
 
     @contextmanager
+    def by_products(self) -> Iterator[None]:
+        """What is allocated within is written by products, or by nothing: no kernel beside them moves it."""
+        moved = self.moved_bytes, self.n_kernels
+        yield
+        self.moved_bytes, self.n_kernels = moved
+
+    @contextmanager
     def cast_arguments(self) -> Iterator[None]:
         """Cast a block's float32 arguments to the type of the weights, if the wrapper does.
 

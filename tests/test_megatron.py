@@ -28,7 +28,8 @@ from memplan.record import Collective, Compute, ComputeKind, Event, Stretch
 from memplan.replay import replayed
 from memplan.shapes import BF16, Parameter
 from tests.readme import ROOT
-from validate import megatron
+from validate import megatron, megatron_times
+from validate.published import rank_correlation
 
 SMALL = GPTModel(
     name="small",
@@ -741,3 +742,30 @@ def test_a_plan_is_written_as_arguments_that_say_the_same_plan(name, asked, tmp_
     again = memplan.estimate(found.pop("model"), cluster="64xh100-sxm", **found)
     assert again.plan == estimated.plan
     assert [stage.peak_bytes for stage in again.stages] == [stage.peak_bytes for stage in estimated.stages]
+
+
+# Seconds
+
+
+def test_published_seconds_of_steps_that_chose_no_rate_are_met():
+    rows = [row for row in megatron_times.read_rows() if not megatron_times.chose_the_host(row)]
+    assert len(rows) == 996
+    found = [megatron_times.timed(row) for row in rows[::4]]
+    for source, most in (("vtrain-single", 0.1), ("megatron-sc21", 0.1)):
+        its = [row for row in found if row.source.startswith(source)]
+        assert median(abs(row.error) for row in its) <= most, source
+        assert rank_correlation([(row.predicted_s, row.published_s) for row in its]) >= 0.95, source
+
+
+def test_a_pass_is_not_over_before_the_host_has_issued_it():
+    plan: dict[str, Any] = {"engine": "megatron", "cluster": "1xa100-80-sxm"}
+    short, longer, large = (
+        memplan.estimate("gpt2", seq_len=seq_len, micro_batch=n, global_batch=n, **plan).time
+        for seq_len, n in ((32, 1), (64, 1), (1024, 16))
+    )
+    assert short is not None
+    assert longer is not None
+    assert large is not None
+    assert short.host_s > short.compute_s
+    assert short.total_s == pytest.approx(longer.total_s, rel=1e-9)
+    assert large.host_s == 0

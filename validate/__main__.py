@@ -39,7 +39,7 @@ from memplan.engines.options import plan_fields, plan_of, with_said
 from memplan.files import shown_path
 from memplan.text_tables import printable
 from memplan.units import human_bytes
-from validate import fake, megatron, nogpu, published, report
+from validate import fake, megatron, megatron_times, nogpu, published, report
 from validate.attribution import comparison
 from validate.calibrate import calibrated
 from validate.cases import LEAST_STEPS, Case, placed
@@ -591,12 +591,17 @@ def compare_published(file: Path | None, as_json: bool, engine: str) -> None:
     """Compare published measurements of GPU memory with memplan's predictions; nothing is run.
 
     FILE has the columns of data/published/memory.csv, which comes with memplan and is read if it is left out;
-    with --engine megatron, the rows of data/published/megatron_ci.jsonl.
+    with --engine megatron, the rows of megatron_ci.jsonl there, and the seconds of megatron_times.csv.
     """
     if engine == "megatron":
         found = [megatron.scored(row) for row in megatron.read_rows(file or megatron.ROWS)]
-        text = [json.dumps(one.to_dict()) for one in found] if as_json else [megatron.table(found)]
-        click.echo("\n".join(text))
+        if as_json:
+            click.echo("\n".join(json.dumps(one.to_dict()) for one in found))
+            return
+        click.echo(megatron.table(found))
+        if file is None:
+            rest = [row for row in megatron_times.read_rows() if not megatron_times.chose_the_host(row)]
+            click.echo(f"\n{megatron_times.table(map(megatron_times.timed, rest))}")
         return
     rows = [published.compared(row) for row in published.read_rows(file or published.ROWS)]
     if as_json:

@@ -436,12 +436,16 @@ def _times(rows: Iterable[Compared]) -> str:
 
 
 def _order(rows: Sequence[Compared]) -> str:
-    """The rank correlation of predicted and published seconds; empty for fewer than three rows."""
-    if len(rows) < 3:
-        return ""
-    seconds = np.array([[c.predicted_s, c.published_s] for c in rows], np.float64)
-    ranks = np.argsort(np.argsort(seconds, axis=0), axis=0)
-    return f"{np.corrcoef(ranks[:, 0], ranks[:, 1])[0, 1]:.2f}"
+    found = rank_correlation([(c.predicted_s, c.published_s) for c in rows])
+    return "" if found is None else f"{found:.2f}"
+
+
+def rank_correlation(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
+    """The rank correlation of predicted and published seconds; None for fewer than three rows."""
+    if len(pairs) < 3:
+        return None
+    ranks = np.argsort(np.argsort(np.array(pairs, np.float64), axis=0), axis=0)
+    return float(np.corrcoef(ranks[:, 0], ranks[:, 1])[0, 1])
 
 
 def _reasons(rows: Iterable[Compared]) -> str:

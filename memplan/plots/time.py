@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SECONDS: Final[Mapping[str, Swatch]] = {
     "compute_s": Swatch("compute", "#0072B2", ink="white"),
     "recompute_s": Swatch("recompute", "#56B4E9"),
+    "host_s": Swatch("waits for the host", "#333333", ink="white"),
     "tp_s": Swatch("tensor axis", "#D55E00"),
     "dp_s": Swatch("data axes", "#E69F00"),
     "pp_s": Swatch("pipeline's sends", "#F0E442"),

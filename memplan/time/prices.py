@@ -5,16 +5,20 @@ Numeric arguments are Python numbers or NumPy arrays over plans.
 
 from abc import ABC, abstractmethod
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from memplan.arrays import namespace
 from memplan.engines.base import ENGINES
+from memplan.files import toml_table
 from memplan.hardware import Cluster
 from memplan.mesh import Count, Group, Yes, sends_along
 from memplan.plan import Plan
 from memplan.record import CollectiveKind, Compute
 from memplan.time.collectives import Line, best_bytes_per_s, crosses_nodes, lines, ranks_in_a_node
 from memplan.time.operations import operations_of
+
+HOST: Final = "time/host.toml"
+"""The table of how long hosts take to issue a kernel."""
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -128,7 +132,12 @@ class WireBytes:
 
 
 class Prices(ABC):
-    """What the operations and the traffic of a plan, or of many, cost in seconds."""
+    """What the operations and the traffic of a plan, or of many, cost in seconds.
+
+    `host_s`: what the host takes to issue one kernel or collective; 0: not known.
+    """
+
+    host_s: float = 0.0
 
     @abstractmethod
     def operation_s(self, event: Compute) -> float:
@@ -188,6 +197,8 @@ class MeasuredPrices(Prices):
         self._protocols: dict[tuple[CollectiveKind, Group], tuple[Line, ...]] = {}
         self.operations = operations_of(cluster.gpu, plan.formats.matmul, least, flash_2)
         self._rates: dict[Group, Quantity] = {}
+        if not least:
+            self.host_s = toml_table(HOST).get(plan.engine, {}).get("us", 0.0) * 1e-6
 
     def operation_s(self, event: Compute) -> float:
         """Seconds of a computation."""

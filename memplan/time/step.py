@@ -78,6 +78,7 @@ class StepTime:
     Attributes:
         compute_s: computes forward and backward passes.
         recompute_s: runs forward passes again.
+        host_s: waits for the host to issue kernels, under engines that `memplan/time/host.toml` names.
         tp_s: waits for traffic over the tensor axis, and of tokens to experts.
         dp_s: waits for traffic over the data axes, or between all ranks.
         pp_s: sends to other stages of the pipeline.
@@ -87,6 +88,7 @@ class StepTime:
 
     compute_s: float
     recompute_s: float
+    host_s: float = 0.0
     tp_s: float
     dp_s: float
     pp_s: float
@@ -263,7 +265,7 @@ class Measured(Priced):
         flash_2: whether attention is FlashAttention 2's, also where torch 2.13 chooses a faster kernel.
 
     Assumes: clocks as over hours of training; traffic does not slow the computation beside it.
-    Neglects: the host's own time per operation.
+    Neglects: the host's own time per operation under engines that `memplan/time/host.toml` does not name.
     """
 
     flash_2: bool = False

@@ -21,8 +21,10 @@ Instant = int
 
 PER_S: Final = 10**18
 
-CAUSES: Final = ("compute_s", "recompute_s", "tp_s", "dp_s", "pp_s")
+CAUSES: Final = ("compute_s", "recompute_s", "host_s", "tp_s", "dp_s", "pp_s")
 """What the compute stream does, or waits for, in the order of the numbers in `Spent`."""
+
+HOST_CAUSE: Final = CAUSES.index("host_s")
 
 Spent = tuple[Instant, ...]
 """The time of each of the causes."""
@@ -35,6 +37,12 @@ class Work(NamedTuple):
 
     took: Instant
     spent: Spent
+
+
+class Issued(NamedTuple):
+    """The end of a pass: it is not over before the host has issued what is in it, which takes `took`."""
+
+    took: Instant
 
 
 class Sent(NamedTuple):
@@ -78,7 +86,7 @@ class Program:
             names.discard(COMPUTE)
 
 
-Step = Work | Sent | WaitStream | RecordEvent | Program
+Step = Work | Issued | Sent | WaitStream | RecordEvent | Program
 Steps = tuple[Step, ...]
 
 
@@ -88,6 +96,7 @@ class Programs:
 
     def __init__(self, plan: Plan, prices: Prices) -> None:
         self.plan, self.prices = plan, prices
+        self._host = ceil(prices.host_s * PER_S)
         self._of: dict[Stretch, Program] = {}
         self._alone: dict[Stretch, Streams] = {}
         self._works: dict[Stretch, Work] = {}
@@ -112,9 +121,10 @@ class Programs:
 
     def _steps(self, stretch: Stretch) -> tuple[Steps, int]:
         """What a stretch consists of, and how often; one without other streams is one piece of work."""
+        issued = () if stretch.stage_pass is None or not self._host else (self._issued(stretch),)
         if not stretch.streams and (stretch.stage_pass is not None or not stretch.has_passes):
             work = self._work(stretch)
-            return ((work,) if work.took else ()), 1
+            return ((work, *issued) if work.took else ()), 1
         steps: list[Step] = []
         for event in stretch.timed:
             if not beside(event):
@@ -131,7 +141,15 @@ class Programs:
             else:
                 for step in program.steps:
                     self._append(steps, step)
-        return tuple(steps), stretch.repeats
+        return (*steps, *issued), stretch.repeats
+
+    def _issued(self, stretch: Stretch) -> Issued:
+        """How long the host takes to issue the kernels and the collectives of a pass."""
+        each = [
+            n * (event.n_kernels if isinstance(event, Compute) else event.calls)
+            for event, n in stretch.counts.items()
+        ]
+        return Issued(sum(each) * self._host)
 
     @staticmethod
     def _append(steps: "list[Step]", step: "Step") -> None:
@@ -235,6 +253,10 @@ class Streams:
                 case Work():
                     self.now += step.took
                     self.spent = list(map(add, self.spent, step.spent))
+                case Issued():
+                    late = max(0, self.start + step.took - self.now)
+                    self.now += late
+                    self.spent[HOST_CAUSE] += late
                 case Sent(stream=stream, communicator=communicator):
                     clocks, start = self._clocks, self.start
                     free, idle = clocks.get(stream, start), clocks.get(communicator, start)

@@ -265,15 +265,18 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
     def backward(grad: Tensor, saved: Saved) -> Grads:
         tape = grad.tape
         with tape.workspace() as parts:
-            parts.new("grad of values", v_shape, dtype)
+            with tape.by_products():
+                parts.new("grad of values", v_shape, dtype)
             with tape.workspace() as of_scores:
-                of_scores.new("grad of probabilities", scores, dtype)
+                with tape.by_products():
+                    of_scores.new("grad of probabilities", scores, dtype)
                 if p:
                     of_scores.new("grad of the softmax", scores, dtype)
                 if config.transformer_impl != "transformer_engine":
                     of_scores.new("grad of scores", scores, dtype)
-                parts.new("grad of queries", shapes[0], dtype)
-                parts.new("grad of keys", shapes[0], dtype)
+                with tape.by_products():
+                    parts.new("grad of queries", shapes[0], dtype)
+                    parts.new("grad of keys", shapes[0], dtype)
             if whole is None:
                 of_v, *of_others = parts.handed_over()
                 return *of_others, of_v
@@ -284,11 +287,19 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
         k, v = (tape.new(f"repeated {name}", shapes[0], dtype) for name in ("keys", "values"))
     softmax, dropped = _softmax(tape, scores, p, dtype, config)
     with tape.workspace() as before:
-        before.new("attention", context, dtype)
+        with tape.by_products():
+            before.new("attention", context, dtype)
         y = tape.new("attention, transposed", context, dtype)
-    tape.computed(ComputeKind.ATTENTION, shapes, shapes[0], dtype)
     y.node = tape.node(nodes, (q, k, v, softmax, *dropped), backward)
-    y.node.computes(ComputeKind.ATTENTION, shapes, 0)
+    heads_of_all, d_head, d_value, last = batch * n, shapes[0][-1], v_shape[-1], len(y.node.inputs) - 1
+    of_scores = (heads_of_all, seq, d_head), (heads_of_all, d_head, seq)
+    of_values = (heads_of_all, seq, seq), (heads_of_all, seq, d_value)
+    products: list[tuple[int, ComputeKind, tuple[Shape, ...]]] = []
+    for operands, inputs in ((of_scores, (0, min(1, last))), (of_values, (0, last))):
+        tape.computed(ComputeKind.BMM, operands, (heads_of_all, seq, operands[1][-1]), dtype)
+        y.node.computes(ComputeKind.BMM, operands, *inputs)
+        products += y.node.products
+    y.node.products = tuple(products)
     return y
 
 
@@ -301,12 +312,13 @@ def _softmax(
     it keeps for good (`get_global_memory_buffer`).
     """
     with tape.workspace() as local:
-        if config.transformer_impl == "transformer_engine":
-            with tape.workspace() as unused:
-                unused.new("scores, not read", scores, dtype)
+        with tape.by_products():
+            if config.transformer_impl == "transformer_engine":
+                with tape.workspace() as unused:
+                    unused.new("scores, not read", scores, dtype)
+                    local.new("scores", scores, dtype)
+            else:
                 local.new("scores", scores, dtype)
-        else:
-            local.new("scores", scores, dtype)
         softmax = tape.new("softmax", scores, dtype)
     if not p:
         return softmax, ()
