@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from memplan.engines.options import not_usual
-from memplan.models.megatron import GPTModel, MoE
+from memplan.models.megatron import BertModel, GPTModel, MoE
 from memplan.plan import Plan, stage_layers
 
 PRECISIONS: Final = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}
@@ -80,6 +80,7 @@ def _of_model(model: GPTModel) -> Iterator[Argument]:
         yield "multi-latent-attention", True
         for name, n in model.mla._asdict().items():
             yield name.replace("_", "-"), n or None
+    yield "bert-no-binary-head", isinstance(model, BertModel) and not model.binary_head
     yield "mtp-num-layers", model.mtp_num_layers or None
     if model.moe is not None:
         yield from _of_experts(model.moe)

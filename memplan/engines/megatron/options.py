@@ -197,6 +197,15 @@ class MegatronOptions:
         return self.transformer_impl == "transformer_engine"
 
     @property
+    def attn_mask_type(self) -> str:
+        """The masks of a model whose tokens attend to later ones.
+
+        Source: megatron.core.models.bert.bert_model,
+        BertModel._sanity_check_attention_and_get_attn_mask_dimension.
+        """
+        return "padding" if self.uses_te and self.ngc_container != OLD_CONTAINER else "arbitrary"
+
+    @property
     def moments(self) -> Mapping[str, DType]:
         """The types of Adam's moments."""
         return {"exp_avg": STATE_TYPES[self.exp_avg_dtype], "exp_avg_sq": STATE_TYPES[self.exp_avg_sq_dtype]}

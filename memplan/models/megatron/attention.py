@@ -295,11 +295,15 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
 def _softmax(
     tape: Tape, scores: Shape, p: float, dtype: DType, config: TransformerConfig
 ) -> tuple[Tensor, Saved]:
-    """The softmax of the scores, and with dropout its mask and what it leaves.
+    """The softmax of the scores, and what is saved beside it: with dropout its mask and what it leaves.
+
+    A padding mask, which each layer makes again, is applied to the softmax too, in another tensor.
 
     Transformer Engine allocates the scores twice for a moment; Megatron's own are written from a buffer that
     it keeps for good (`get_global_memory_buffer`).
     """
+    padded = config.attn_mask_type == "padding"
+    mask = (tape.new("padding mask", (scores[0], 1, *scores[2:]), BOOL),) if padded else ()
     with tape.workspace() as local:
         if config.transformer_impl == "transformer_engine":
             with tape.workspace() as unused:
@@ -308,7 +312,13 @@ def _softmax(
         else:
             local.new("scores", scores, dtype)
         softmax = tape.new("softmax", scores, dtype)
-    if not p:
-        return softmax, ()
-    dropped = tape.new("dropout of the softmax", scores, dtype)
-    return softmax, (tape.new("dropout mask", scores, BOOL), dropped)
+    saved: Saved = ()
+    with tape.workspace() as masked:
+        if padded:
+            masked.new("masked softmax", scores, dtype)
+            if not p:
+                return softmax, (*mask, *masked.handed_over())
+        if p:
+            dropped = tape.new("dropout of the softmax", scores, dtype)
+            saved = tape.new("dropout mask", scores, BOOL), dropped
+    return softmax, (*mask, *saved)
