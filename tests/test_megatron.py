@@ -77,6 +77,7 @@ LATENT = replace(
 
 MIXTURE = replace(SMALL, swiglu=True, add_bias_linear=False, moe=MoE(num_experts=8, ffn_hidden_size=512))
 VIRTUAL: dict[str, Any] = {"schedule": "interleaved-1f1b", "virtual_stages": 4}
+BY_PYTORCH: dict[str, Any] = {"masked_softmax_fusion": False, "attention_softmax_in_fp32": True}
 PRECISE: dict[str, Any] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
 EP: dict[str, Any] = {"dp": 4, "ep": 4, "micro_batch": 2, "global_batch": 16, "zero": 1}
 
@@ -105,10 +106,10 @@ def test_nvidias_bytes_of_7b_on_an_h100(scores):
 def test_nvidias_bytes_of_all_rows_that_are_predicted(scores):
     predicted = [one for one in scores if not one.reason and "num-experts" not in one.row["arguments"]]
     errors = sorted(abs(one.peak_error) for one in predicted)
-    assert len(predicted) >= 404
+    assert len(predicted) >= 408
     assert sum(abs(one.rest_off) <= 1024 for one in predicted) >= 113
-    assert sum(error <= 0.001 for error in errors) >= 225
-    assert sum(error <= 0.01 for error in errors) >= 388
+    assert sum(error <= 0.001 for error in errors) >= 228
+    assert sum(error <= 0.01 for error in errors) >= 392
     assert median(errors) <= 0.00087
     assert errors[-1] <= 0.02
     parted = [one for one in predicted if "context-parallel-size" in one.row["arguments"]]
@@ -141,6 +142,7 @@ def test_nvidias_bytes_of_rows_with_experts(scores):
         ("megatron-ci-3185", -512, 1_024),  # BERT over two stages, on an H100
         ("megatron-ci-3186", -1_024, 0),  # on an A100, in a container of January 2024
         ("megatron-ci-3193", -1_536, 82_944),  # of Megatron's own layers, TP2 PP2
+        ("megatron-ci-3595", 785_920, -262_656),  # PyTorch's softmax in float32
         ("megatron-ci-3692", 3_389_440, -3_244_762_624),  # and multi-token prediction: routers vary the peak
     ],
 )
@@ -762,6 +764,7 @@ def test_arguments_of_context_parallelism_are_read_and_checked():
         ("llama-3-70b", {"tp": 8, "sequence_parallel": True, "cp": 2, "pp": 4, "deterministic_mode": True}),
         ("qwen2.5-7b", {"cp": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}),
         ("qwen3-8b", {"recompute": "full", "recompute_blocks": 4, "cublas_workspace_config": ":4096:8"}),
+        ("gpt2-small", {"transformer_impl": "local", **BY_PYTORCH}),
         ("mixtral-8x7b", {"tp": 2, "sequence_parallel": True, "ep": 4, "etp": 2, "moe_permute_fusion": True}),
         ("deepseek-v3", {"ep": 16, "recompute": "selective", "recompute_modules": "mla_up_proj,moe_act"}),
         ("deepseek-v3", {"ep": 16, "pp": 4, "layers_per_stage": (16, 16, 16, 13), "zero": 1, **PRECISE}),

@@ -36,6 +36,9 @@ WORKSPACES: Final = "CUBLAS_WORKSPACE_CONFIG"
 WARMUP_FLUSH: Final = "overlap-p2p-communication-warmup-flush"
 """The argument whose option has another name."""
 
+IN_FP32: Final = ("attention-softmax-in-fp32", "apply-query-key-layer-scaling")
+"""The flags that ask for a softmax in float32, the second by scaling it."""
+
 FLAG_WORDS: Final = {"true": True, "false": False}
 """The values of a flag in a YAML file."""
 
@@ -128,6 +131,7 @@ READ: Final = frozenset(
         "defer-embedding-wgrad-compute",
         "wgrad-deferral-limit",
         "no-gradient-accumulation-fusion",
+        "no-masked-softmax-fusion",
         "no-create-attention-mask-in-dataloader",
         "recompute-granularity",
         "recompute-method",
@@ -522,9 +526,15 @@ class Arguments:
         if self.flag("num-experts"):
             found["moe_grouped_gemm"] = self.flag("moe-grouped-gemm")
             found["moe_token_dispatcher_type"] = self.one_of("moe-token-dispatcher-type", *DISPATCHERS)
-        for name in ("gradient-accumulation-fusion", "create-attention-mask-in-dataloader"):
+        for name in (
+            "gradient-accumulation-fusion",
+            "masked-softmax-fusion",
+            "create-attention-mask-in-dataloader",
+        ):
             if self.flag(f"no-{name}"):
                 found[name.replace("-", "_")] = False
+        if any(self.flag(name) for name in IN_FP32):
+            found["attention_softmax_in_fp32"] = True
         if self.flag("spec") and self.one_of("spec", "local"):
             found["transformer_impl"] = "local"
         if found.get("attention_backend") == "local":

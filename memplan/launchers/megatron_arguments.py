@@ -17,13 +17,18 @@ FLAGS: Final = (
     "accumulate_allreduce_grads_in_fp32",
     "cross_entropy_loss_fusion",
     "deterministic_mode",
+    "attention_softmax_in_fp32",
     "moe_permute_fusion",
     "defer_embedding_wgrad_compute",
     "use_precision_aware_optimizer",
 )
 """The options that are flags."""
 
-NEGATED: Final = ("gradient_accumulation_fusion", "create_attention_mask_in_dataloader")
+NEGATED: Final = (
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "create_attention_mask_in_dataloader",
+)
 """The options whose flags begin with --no-."""
 
 VALUES: Final = (

@@ -47,6 +47,7 @@ def transformer_config(
         transformer_impl=options.transformer_impl,
         attention_backend=options.attention(device, dropout) if options.uses_te else "local",
         attn_mask_type=options.attn_mask_type if gpt_model(model).sees_all else "causal",
+        softmax_in_fp32=options.attention_softmax_in_fp32 and options.softmax_by_pytorch,
         gradient_accumulation_fusion=options.gradient_accumulation_fusion,
         cross_entropy=options.cross_entropy_fusion_impl if options.cross_entropy_loss_fusion else "",
         create_attention_mask_in_dataloader=options.create_attention_mask_in_dataloader,
@@ -182,9 +183,11 @@ class ModelChunk:
     @cached_property
     def kept_batch(self) -> tuple[Buffer, ...]:
         """What of a micro-batch lives until its backward pass is over."""
+        options = megatron_options(self.plan)
         kept = {"loss_mask"} if self.last else set()
         kept |= {"tokens", "position_ids"} if self.first or (self.last and self.model.sees_all) else set()
-        if self.plan.recompute == "full" and self.n_layers:
+        is_saved = self.plan.recompute == "full" or options.softmax_by_pytorch  # by its `masked_fill_`
+        if is_saved and self.n_layers:
             kept.add("attention_mask")
         return tuple([one for one in self.batch if one.name in kept])
 

@@ -271,7 +271,9 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
                 if p:
                     of_scores.new("grad of the softmax", scores, dtype)
                 if config.transformer_impl != "transformer_engine":
-                    of_scores.new("grad of scores", scores, dtype)
+                    of_scores.new("grad of scores", scores, FP32 if config.softmax_in_fp32 else dtype)
+                    if config.softmax_in_fp32:
+                        of_scores.new("grad of masked scores", scores, FP32)
                 parts.new("grad of queries", shapes[0], dtype)
                 parts.new("grad of keys", shapes[0], dtype)
             if whole is None:
@@ -311,14 +313,16 @@ def _softmax(
                 local.new("scores", scores, dtype)
         else:
             local.new("scores", scores, dtype)
-        softmax = tape.new("softmax", scores, dtype)
-    saved: Saved = ()
+        if config.softmax_in_fp32:
+            local.new("scores as float32", scores, FP32)
+            local.new("scaled scores", scores, FP32)
+        softmax = tape.new("softmax", scores, FP32 if config.softmax_in_fp32 else dtype)
     with tape.workspace() as masked:
+        if config.softmax_in_fp32:
+            masked.new("softmax, cast", scores, dtype)
         if padded:
             masked.new("masked softmax", scores, dtype)
-            if not p:
-                return softmax, (*mask, *masked.handed_over())
-        if p:
-            dropped = tape.new("dropout of the softmax", scores, dtype)
-            saved = tape.new("dropout mask", scores, BOOL), dropped
-    return softmax, (*mask, *saved)
+        if not p:
+            return softmax, (*mask, *masked.handed_over())
+        dropped = tape.new("dropout of the softmax", scores, dtype)
+        return softmax, (*mask, tape.new("dropout mask", scores, BOOL), dropped)
