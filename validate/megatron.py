@@ -19,7 +19,7 @@ from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue, MemplanError, reason
 from memplan.files import file_text
 from memplan.hardware import gpu
-from memplan.launchers.megatron import Arguments
+from memplan.launchers.megatron import BERT_SCRIPT, GPT_SCRIPT, Arguments
 from memplan.plan import Rank
 from memplan.replay import replayed
 from memplan.text_tables import text_table
@@ -120,7 +120,8 @@ def scored(row: Mapping[str, Any]) -> Scored:
     device = _device(row)
     given = {"vocab-size": row["vocab_size"], **row["arguments"]}
     try:
-        arguments = Arguments(given, row["environment"])
+        script = BERT_SCRIPT if row["test"].startswith("bert/") else GPT_SCRIPT
+        arguments = Arguments(given, row["environment"], script)
         release = max([since for since in RELEASES if since <= row["recorded"]])
         releases = {"megatron_version": RELEASES[release], "ngc_container": _container(row)}
         plan = plan_of(**arguments.keywords, dp=row["dp"], **releases)
@@ -137,8 +138,6 @@ def scored(row: Mapping[str, Any]) -> Scored:
 
 def _not_comparable(row: Mapping[str, Any]) -> str:
     """Why a row is not compared, beside what its arguments ask for; empty if it is."""
-    if row["test"].startswith("bert/"):
-        return "another model: BERT"
     if _gpu(row) not in GPUS:
         return "the GPU is not stated"
     if row["row_id"] in COPIED:

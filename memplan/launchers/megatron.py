@@ -6,6 +6,7 @@ Source: megatron.training.arguments (of 6e091e1b68): the flags, and what `valida
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
 from textwrap import wrap
 from typing import Any, ClassVar, Final, final
 
@@ -18,7 +19,10 @@ from memplan.launchers.megatron_arguments import arguments
 from memplan.launchers.torchrun import torchrun_command
 from memplan.models import Model
 from memplan.models.base import MOST_LAYERS
-from memplan.models.megatron import MLA, GPTModel, MoE, gpt_model
+from memplan.models.megatron import MLA, BertModel, GPTModel, MoE, gpt_model
+
+GPT_SCRIPT: Final = "pretrain_gpt.py"
+BERT_SCRIPT: Final = "pretrain_bert.py"
 
 CONTINUED: Final = " \\\n    "
 """Between the lines of one command of a shell."""
@@ -31,6 +35,9 @@ WORKSPACES: Final = "CUBLAS_WORKSPACE_CONFIG"
 
 WARMUP_FLUSH: Final = "overlap-p2p-communication-warmup-flush"
 """The argument whose option has another name."""
+
+IN_FP32: Final = ("attention-softmax-in-fp32", "apply-query-key-layer-scaling")
+"""The flags that ask for a softmax in float32, the second by scaling it."""
 
 FLAG_WORDS: Final = {"true": True, "false": False}
 """The values of a flag in a YAML file."""
@@ -112,6 +119,8 @@ READ: Final = frozenset(
         "clip-grad",
         "transformer-impl",
         "attention-backend",
+        "spec",
+        "bert-no-binary-head",
         "cross-entropy-loss-fusion",
         "cross-entropy-fusion-impl",
         "deterministic-mode",
@@ -122,6 +131,7 @@ READ: Final = frozenset(
         "defer-embedding-wgrad-compute",
         "wgrad-deferral-limit",
         "no-gradient-accumulation-fusion",
+        "no-masked-softmax-fusion",
         "no-create-attention-mask-in-dataloader",
         "recompute-granularity",
         "recompute-method",
@@ -219,9 +229,10 @@ class Megatron(Launcher):
 
     def text(self, job: Job, notes: tuple[str, ...]) -> str:
         estimate = job.estimate
-        said = arguments(gpt_model(estimate.model), estimate.plan)
         head = [f"# {one}" for line in job.comments(notes) for one in wrap(line, LINE - 2)]
-        command = CONTINUED.join([torchrun_command(job, "pretrain_gpt.py"), *said])
+        own = gpt_model(estimate.model)
+        script = BERT_SCRIPT if isinstance(own, BertModel) else GPT_SCRIPT
+        command = CONTINUED.join([torchrun_command(job, script), *arguments(own, estimate.plan)])
         variables = ["CUDA_DEVICE_MAX_CONNECTIONS=1"]  # which validate_args asks for before Blackwell
         if workspaces := not_usual(estimate.plan).get("cublas_workspace_config"):
             variables.append(f"{WORKSPACES}={workspaces}")
@@ -240,8 +251,8 @@ class Megatron(Launcher):
         return Read(keywords={"model": model or found.model, **found.keywords}, notes=tuple(found.notes))
 
 
-def _parsed(text: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The arguments without their dashes, and the variables of the environment, of either kind of file."""
+def _parsed(text: str) -> tuple[dict[str, Any], dict[str, str], str]:
+    """Of either kind of file: arguments without their dashes, variables of the environment, the script."""
     if "MODEL_ARGS" not in text:
         return _of_line(text)
     values = yaml_values(text, "a model_config.yaml of Megatron's functional tests")
@@ -249,10 +260,10 @@ def _parsed(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(arguments, dict) or not isinstance(environment, dict):
         raise InvalidValue("MODEL_ARGS and ENV_VARS must be mappings, as in Megatron's functional tests.")
     given = {str(key).removeprefix("--"): value for key, value in arguments.items()}
-    return given, {str(key): str(value) for key, value in environment.items()}
+    return given, {str(key): str(value) for key, value in environment.items()}, GPT_SCRIPT
 
 
-def _of_line(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _of_line(text: str) -> tuple[dict[str, Any], dict[str, str], str]:
     """Those of a line of flags, or of a script that starts a program with them."""
     found: dict[str, Any] = {}
     name = ""
@@ -275,7 +286,8 @@ def _of_line(text: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise InvalidValue(
             "it names no argument of Megatron's; write them as --num-layers 12 --hidden-size 512."
         )
-    return found, {name: value for name, _, value in variables}
+    script = PurePath(words[begin - 1]).name if scripts else GPT_SCRIPT
+    return found, {name: value for name, _, value in variables}, script
 
 
 def _numbers(value: Any) -> tuple[int | str, ...]:
@@ -286,8 +298,11 @@ def _numbers(value: Any) -> tuple[int | str, ...]:
 class Arguments:
     """Megatron's arguments with their defaults, as `validate_args` completes them."""
 
-    def __init__(self, given: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, given: Mapping[str, Any], environment: Mapping[str, str], script: str = GPT_SCRIPT
+    ) -> None:
         self.given, self.environment = given, environment
+        self.is_bert = script == BERT_SCRIPT or self.flag("bert-no-binary-head")
         for name in given:
             known = name in READ or name.startswith(HARMLESS)
             if not known and self.flag(name) and self._value(name) not in AT.get(name, ()):
@@ -375,8 +390,11 @@ class Arguments:
                 kind="grouped queries of multi-latent attention",
             )
         seq_len = self.count("seq-length")
-        return GPTModel(
-            name="Megatron GPT",
+        kind: dict[str, Any] = {"name": "Megatron GPT"}
+        if self.is_bert:
+            kind = {"name": "Megatron BERT", "binary_head": not self.flag("bert-no-binary-head")}
+        return (BertModel if self.is_bert else GPTModel)(
+            **kind,
             d_model=hidden,
             max_seq_len=self.count("max-position-embeddings", seq_len),
             n_layers=self.count("num-layers"),
@@ -508,9 +526,19 @@ class Arguments:
         if self.flag("num-experts"):
             found["moe_grouped_gemm"] = self.flag("moe-grouped-gemm")
             found["moe_token_dispatcher_type"] = self.one_of("moe-token-dispatcher-type", *DISPATCHERS)
-        for name in ("gradient-accumulation-fusion", "create-attention-mask-in-dataloader"):
+        for name in (
+            "gradient-accumulation-fusion",
+            "masked-softmax-fusion",
+            "create-attention-mask-in-dataloader",
+        ):
             if self.flag(f"no-{name}"):
                 found[name.replace("-", "_")] = False
+        if any(self.flag(name) for name in IN_FP32):
+            found["attention_softmax_in_fp32"] = True
+        if self.flag("spec") and self.one_of("spec", "local"):
+            found["transformer_impl"] = "local"
+        if found.get("attention_backend") == "local":
+            found["attention_backend"] = "auto"
         if WORKSPACES in self.environment:
             found["cublas_workspace_config"] = self.environment[WORKSPACES]
         return found

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from memplan.engines.options import not_usual
-from memplan.models.megatron import GPTModel, MoE
+from memplan.models.megatron import BertModel, GPTModel, MoE
 from memplan.plan import Plan, stage_layers
 
 PRECISIONS: Final = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}
@@ -17,13 +17,18 @@ FLAGS: Final = (
     "accumulate_allreduce_grads_in_fp32",
     "cross_entropy_loss_fusion",
     "deterministic_mode",
+    "attention_softmax_in_fp32",
     "moe_permute_fusion",
     "defer_embedding_wgrad_compute",
     "use_precision_aware_optimizer",
 )
 """The options that are flags."""
 
-NEGATED: Final = ("gradient_accumulation_fusion", "create_attention_mask_in_dataloader")
+NEGATED: Final = (
+    "gradient_accumulation_fusion",
+    "masked_softmax_fusion",
+    "create_attention_mask_in_dataloader",
+)
 """The options whose flags begin with --no-."""
 
 VALUES: Final = (
@@ -80,6 +85,7 @@ def _of_model(model: GPTModel) -> Iterator[Argument]:
         yield "multi-latent-attention", True
         for name, n in model.mla._asdict().items():
             yield name.replace("_", "-"), n or None
+    yield "bert-no-binary-head", isinstance(model, BertModel) and not model.binary_head
     yield "mtp-num-layers", model.mtp_num_layers or None
     if model.moe is not None:
         yield from _of_experts(model.moe)

@@ -46,6 +46,8 @@ def transformer_config(
         moe_permute_fusion=options.moe_permute_fusion,
         transformer_impl=options.transformer_impl,
         attention_backend=options.attention(device, dropout) if options.uses_te else "local",
+        attn_mask_type=options.attn_mask_type if gpt_model(model).sees_all else "causal",
+        softmax_in_fp32=options.attention_softmax_in_fp32 and options.softmax_by_pytorch,
         gradient_accumulation_fusion=options.gradient_accumulation_fusion,
         cross_entropy=options.cross_entropy_fusion_impl if options.cross_entropy_loss_fusion else "",
         create_attention_mask_in_dataloader=options.create_attention_mask_in_dataloader,
@@ -147,9 +149,11 @@ class ModelChunk:
 
         Source: megatron.core.utils:get_batch_on_this_tp_rank.
         """
+        plan = self.plan
+        if self.model.sees_all:
+            return self._masked_batch
         if not (self.first or self.last):
             return ()
-        plan = self.plan
         keeps_all = self.tp_rank == 0 and megatron_options(plan).release < (0, 18)
         tokens = plan.micro_batch, seq_len
         found = []
@@ -161,12 +165,29 @@ class ModelChunk:
             found.append(buffer_of("attention_mask", (tokens[0], 1, seq_len, plan.seq_len), BOOL))
         return tuple(found)
 
+    @property
+    def _masked_batch(self) -> tuple[Buffer, ...]:
+        """The batch of a BERT, which each stage gets: five tensors and a number for each sequence in one.
+
+        Source: pretrain_bert.py (`get_batch`),
+        megatron.core.models.bert.bert_model:BertModel.bert_extended_attention_mask.
+        """
+        batch, seq = self.plan.micro_batch, self.plan.seq_len
+        rows = 1 if self.model.config.attn_mask_type == "padding" else seq
+        return (
+            buffer_of("tokens", (batch * (5 * seq + 1),), INT64),
+            buffer_of("loss_mask", (batch, seq), FP32),
+            buffer_of("attention_mask", (batch, 1, rows, seq), BOOL),
+        )
+
     @cached_property
     def kept_batch(self) -> tuple[Buffer, ...]:
         """What of a micro-batch lives until its backward pass is over."""
+        options = megatron_options(self.plan)
         kept = {"loss_mask"} if self.last else set()
-        kept |= {"tokens", "position_ids"} if self.first else set()
-        if self.plan.recompute == "full" and self.n_layers:
+        kept |= {"tokens", "position_ids"} if self.first or (self.last and self.model.sees_all) else set()
+        is_saved = self.plan.recompute == "full" or options.softmax_by_pytorch  # by its `masked_fill_`
+        if is_saved and self.n_layers:
             kept.add("attention_mask")
         return tuple([one for one in self.batch if one.name in kept])
 

@@ -96,6 +96,12 @@ class MegatronOptions:
     gradient_accumulation_fusion: bool = described(
         True, Flag("Weights' gradients are added to main_grad by the matrix product", word="grad-fusion")
     )
+    masked_softmax_fusion: bool = described(
+        True, Flag("Megatron's own attention masks scores by Apex's softmax", word="softmax-fusion")
+    )
+    attention_softmax_in_fp32: bool = described(
+        False, Flag("PyTorch's softmax in its place is in float32", word="fp32-softmax")
+    )
     accumulate_allreduce_grads_in_fp32: bool = described(
         False, Flag("main_grad in float32 under fp16, as it always is under bf16", word="fp32-grads")
     )
@@ -195,6 +201,23 @@ class MegatronOptions:
     def uses_te(self) -> bool:
         """Whether the layers are Transformer Engine's."""
         return self.transformer_impl == "transformer_engine"
+
+    @property
+    def softmax_by_pytorch(self) -> bool:
+        """Whether Megatron's own attention takes PyTorch's softmax.
+
+        Source: megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward_torch_softmax.
+        """
+        return not (self.uses_te or self.masked_softmax_fusion)
+
+    @property
+    def attn_mask_type(self) -> str:
+        """The masks of a model whose tokens attend to later ones.
+
+        Source: megatron.core.models.bert.bert_model,
+        BertModel._sanity_check_attention_and_get_attn_mask_dimension.
+        """
+        return "padding" if self.uses_te and self.ngc_container != OLD_CONTAINER else "arbitrary"
 
     @property
     def moments(self) -> Mapping[str, DType]:

@@ -291,6 +291,24 @@ def _check_context_parallel(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_bert(model: Model, plan: Plan) -> None:
+    """Raise for what has no rule where tokens attend to all others."""
+    own, options = gpt_model(model), megatron_options(plan)
+    divided = plan.cp > 1 or plan.sequence_parallel
+    if own.sees_all and (divided or own.moe or own.mla or own.mtp_num_layers):
+        raise MissingRule(
+            f"{model.name} has no rule with sequence or context parallelism, experts, multi-latent attention "
+            "or multi-token prediction; leave them out.",
+            kind="options that the engine has no rule for",
+        )
+    if own.sees_all and options.uses_te and options.attention_backend != "unfused":
+        raise MissingRule(
+            f"attention_backend={options.attention_backend!r} has no rule where sequences are padded; use "
+            "'unfused', or transformer_impl='local'.",
+            kind="options that the engine has no rule for",
+        )
+
+
 REFUSALS: Final[tuple[Rule, ...]] = (
     _check_fields,
     _check_tensor_parallel,
@@ -300,6 +318,7 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     check_positions,
     _check_context_parallel,
     _check_deepseek,
+    _check_bert,
     _check_experts,
     _check_recomputation,
     _check_options,

@@ -1,9 +1,10 @@
-"""Megatron-Core's GPT: Transformer Engine's layers and Megatron's own, as forward passes over shapes.
+"""Megatron-Core's GPT and BERT: Transformer Engine's layers and Megatron's own, over shapes.
 
 Read from NVIDIA/Megatron-LM at 6e091e1b68 (May 2026) and Transformer Engine 2.8. Symbols are cited as
 `megatron.core....:name` and `transformer_engine....:name`.
 """
 
+from memplan.models.megatron.bert import BertModel
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.conversion import configured, gpt_model
 from memplan.models.megatron.experts import MoE, kept_by_dispatcher
@@ -14,6 +15,7 @@ __all__ = [
     "EXPERTS",
     "MLA",
     "WORDS",
+    "BertModel",
     "GPTModel",
     "MoE",
     "TransformerConfig",

@@ -273,7 +273,9 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
                 if p:
                     of_scores.new("grad of the softmax", scores, dtype)
                 if config.transformer_impl != "transformer_engine":
-                    of_scores.new("grad of scores", scores, dtype)
+                    of_scores.new("grad of scores", scores, FP32 if config.softmax_in_fp32 else dtype)
+                    if config.softmax_in_fp32:
+                        of_scores.new("grad of masked scores", scores, FP32)
                 with tape.by_products():
                     parts.new("grad of queries", shapes[0], dtype)
                     parts.new("grad of keys", shapes[0], dtype)
@@ -306,11 +308,15 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
 def _softmax(
     tape: Tape, scores: Shape, p: float, dtype: DType, config: TransformerConfig
 ) -> tuple[Tensor, Saved]:
-    """The softmax of the scores, and with dropout its mask and what it leaves.
+    """The softmax of the scores, and what is saved beside it: with dropout its mask and what it leaves.
+
+    A padding mask, which each layer makes again, is applied to the softmax too, in another tensor.
 
     Transformer Engine allocates the scores twice for a moment; Megatron's own are written from a buffer that
     it keeps for good (`get_global_memory_buffer`).
     """
+    padded = config.attn_mask_type == "padding"
+    mask = (tape.new("padding mask", (scores[0], 1, *scores[2:]), BOOL),) if padded else ()
     with tape.workspace() as local:
         with tape.by_products():
             if config.transformer_impl == "transformer_engine":
@@ -319,8 +325,16 @@ def _softmax(
                     local.new("scores", scores, dtype)
             else:
                 local.new("scores", scores, dtype)
-        softmax = tape.new("softmax", scores, dtype)
-    if not p:
-        return softmax, ()
-    dropped = tape.new("dropout of the softmax", scores, dtype)
-    return softmax, (tape.new("dropout mask", scores, BOOL), dropped)
+        if config.softmax_in_fp32:
+            local.new("scores as float32", scores, FP32)
+            local.new("scaled scores", scores, FP32)
+        softmax = tape.new("softmax", scores, FP32 if config.softmax_in_fp32 else dtype)
+    with tape.workspace() as masked:
+        if config.softmax_in_fp32:
+            masked.new("softmax, cast", scores, dtype)
+        if padded:
+            masked.new("masked softmax", scores, dtype)
+        if not p:
+            return softmax, (*mask, *masked.handed_over())
+        dropped = tape.new("dropout of the softmax", scores, dtype)
+        return softmax, (*mask, tape.new("dropout mask", scores, BOOL), dropped)

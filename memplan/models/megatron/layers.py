@@ -225,13 +225,14 @@ def te_row_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -
 
 def column_linear(
     x: Tensor, weight: Parameter, name: str, config: TransformerConfig, *,
-    bias: Parameter | None = None, shared: bool = False,
+    bias: Parameter | None = None, shared: bool = False, sums_bias: bool = False,
 ) -> Tensor:  # fmt: skip
     """Megatron's own product by columns: saves x; PyTorch's cuBLAS computes it.
 
     Under sequence parallelism x is gathered into Megatron's global memory buffer, which is kept for good.
-    `shared`: the weight is also the embedding's. Where the product adds its gradient to main_grad, zeros that
-    are kept for good are then added to the embedding's gradient (`zero_out_wgrad`).
+    `sums_bias`: the bias is added in a new tensor, and its gradient is a sum in parts, which is neglected in
+    layers. `shared`: the weight is also the embedding's. Where the product adds its gradient to main_grad,
+    zeros that are kept for good are then added to the embedding's gradient (`zero_out_wgrad`).
 
     Source: megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.
     """
@@ -245,15 +246,19 @@ def column_linear(
             if config.sequence_parallel:
                 sent(tape, "all_gather", "input", gathered, dtype)
             grad_x = input_gradient(tape, local, gathered, shape, dtype, config, by_pytorch=True)
-            of_weight, *of_bias = wgrads(tape, (n_out, n_in), dtype, bias=bias is not None, config=config)
+            has_own = bias is not None and not sums_bias
+            of_weight, *of_bias = wgrads(tape, (n_out, n_in), dtype, bias=has_own, config=config)
             if shared and of_weight is None:
                 of_weight = Tensor(tape, (n_out, n_in), dtype, is_view=True)
-            return grad_x, of_weight, *of_bias
+            summed = [expanded_bias(grad, n_out, dtype)] * sums_bias
+            return grad_x, of_weight, *of_bias, *summed
 
     if config.sequence_parallel:
         sent(tape, "all_gather", "input", gathered, dtype)
     y = gemm(tape, name, (*gathered[:-1], n_out), n_in, dtype)
     tape.product(y)
+    if sums_bias:
+        y = tape.new(f"{name} with bias", y.shape, dtype)
     weights = [tape.weight(one).node for one in (weight, bias) if one is not None]
     y.node = tape.node((x.node, *weights), (x,), backward)
     y.node.computes(ComputeKind.MM, operands_of((*gathered[:-1], n_out), n_in), 0, 1)
@@ -330,8 +335,8 @@ def vocab_parallel_embedding(tokens: Tensor, table: Parameter, config: Transform
     return y
 
 
-def position_embedding(tokens: Tensor, x: Tensor, table: Parameter) -> Tensor:
-    """x (batch, seq, hidden) plus learned positions of each sequence.
+def with_embeddings(x: Tensor, table: Parameter, what: str) -> Tensor:
+    """x (batch, seq, hidden) plus a row of another table for each token: of its position, or its type.
 
     Source: megatron.core.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.forward.
     """
@@ -343,7 +348,7 @@ def position_embedding(tokens: Tensor, x: Tensor, table: Parameter) -> Tensor:
     def of_table(grad: Tensor, saved: Saved) -> Grads:
         return (grad.tape.new("grad", table_shape, dtype),)
 
-    rows = tape.new("position embeddings", shape, dtype)
+    rows = tape.new(what, shape, dtype)
     rows.node = tape.node((tape.weight(table).node,), (), of_table)
     return tape.new("embeddings", shape, dtype, tape.node((x.node, rows.node), (), backward))
 

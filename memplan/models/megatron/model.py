@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar, Final, final
+from typing import ClassVar, Final
 
 from memplan.checks import checked_fraction
 from memplan.models.base import BLOCKS, Decoder, Layers
@@ -34,7 +34,6 @@ from memplan.models.megatron.layers import (
     concatenated,
     gathered_features,
     norm,
-    position_embedding,
     row_parallel_linear,
     scatter_to_sequence_parallel_region,
     split,
@@ -42,6 +41,7 @@ from memplan.models.megatron.layers import (
     te_norm_column_linear,
     transposed,
     vocab_parallel_embedding,
+    with_embeddings,
 )
 from memplan.models.megatron.ring import ring_attention
 from memplan.shapes import FP32, INT64, Buffer, DType, Parameter, buffer_of
@@ -64,7 +64,6 @@ DEFAULT_CONFIG: Final = TransformerConfig()
 """Megatron's defaults, on one rank."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTModel(Decoder):
     """A GPT as Megatron's arguments describe it, and how its layers are configured on one rank.
@@ -83,6 +82,8 @@ class GPTModel(Decoder):
         "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2",
         "mlp.router", "mlp.experts", "mlp.shared_experts", "",
     )  # fmt: skip
+    sees_all: ClassVar[bool] = False
+    """Whether each token attends to all others but padding, and not to earlier ones."""
 
     normalization: str = "LayerNorm"
     swiglu: bool = False
@@ -175,11 +176,15 @@ class GPTModel(Decoder):
             positions = tape.parameter(
                 "embedding.position_embeddings.weight", (self.max_seq_len, self.d_model)
             )
-            x = position_embedding(tokens, x, positions)
-        x = transposed(x, "embeddings, transposed")
+            x = with_embeddings(x, positions, "position embeddings")
+        x = self.with_types(transposed(x, "embeddings, transposed"))
         if config.sequence_parallel:
             x = scatter_to_sequence_parallel_region(x, config)
         return dropout(x, self.dropout)
+
+    def with_types(self, x: Tensor) -> Tensor:
+        """The embeddings x and those of each token's type; a GPT has no types."""
+        return x
 
     def block(self, x: Tensor, kind: str) -> Tensor:
         with_te = self.config.transformer_impl == "transformer_engine"
@@ -295,12 +300,14 @@ class GPTModel(Decoder):
             h = self._predict_more_tokens(h)
         return self._logits(h)
 
-    def _logits(self, h: Tensor) -> Tensor:
+    def _logits(self, h: Tensor, bias: str = "") -> Tensor:
         tape, config = h.tape, self.config
         name = WORDS if self.tied_head else "output_layer.weight"
         shared = self.tied_head and name in tape.parameters
-        weight = tape.parameter(name, (self.padded_vocab_size // config.tp, self.d_model))
-        return column_linear(h, weight, "logits", config, shared=shared)
+        n_out = self.padded_vocab_size // config.tp
+        weight = tape.parameter(name, (n_out, self.d_model))
+        of_bias = tape.parameter(bias, (n_out,)) if bias else None
+        return column_linear(h, weight, "logits", config, bias=of_bias, shared=shared, sums_bias=bool(bias))
 
     def _predict_more_tokens(self, h: Tensor) -> Tensor:
         """The hidden states h, whose gradient brings along the losses of multi-token prediction.
