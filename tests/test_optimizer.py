@@ -1,6 +1,7 @@
 """The update: what each implementation holds and sends, worked out by hand; what PyTorch itself refuses."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from memplan import Llama
 from memplan.device import CPU
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of, with_said
+from memplan.errors import MemplanError
 from memplan.estimate import StageEstimate, rank_estimate
 from memplan.plan import Rank
 from memplan.record import Stretch
@@ -58,6 +60,40 @@ def test_a_loop_holds_two_tensors_of_a_parameter_lists_one_of_every_parameter_a_
     assert step_high_bytes(optimizer_impl="foreach") == 4 * WEIGHTS
     assert step_high_bytes(optimizer_impl="fused") == 0
     assert {step_high_bytes(optimizer="sgd-momentum", optimizer_impl=i) for i in ("foreach", "fused")} == {0}
+
+
+def test_muon_holds_a_look_ahead_two_copies_in_bfloat16_and_two_products_of_the_shorter_side():
+    """Of the largest matrix, (16, 8), beside the update of the last one."""
+    largest, gram = 16 * 8, 8 * 8
+    for precision, itemsize in (("fp32", 4), ("bf16", 2)):
+        plan = plan_of(seq_len=4, optimizer="muon", precision=precision)
+        found = rank_estimate(replace(MODEL, vocab_size=4), plan, Rank(), CPU)
+        held = part(found.record.step, "optimizer step").high_bytes
+        assert held == (itemsize + 2 + 2) * largest + (2 + 2) * gram
+
+
+def test_muon_keeps_a_moment_of_the_blocks_matrices_and_leaves_the_rest_to_adamw():
+    matrices = 2 * (BLOCK - 2 * NORM)
+    others, n_others = WEIGHTS - matrices, N_PARAMETERS - 2 * 7
+    states = estimated(optimizer="muon").states
+    assert states.optimizer_bytes == 4 * (matrices + 2 * others + n_others)
+    fullest = estimated(optimizer="muon", dp=2, zero=1).states.optimizer_bytes
+    assert states.optimizer_bytes / 2 <= fullest < states.optimizer_bytes
+
+
+@pytest.mark.parametrize(
+    "plan, error",
+    [
+        ({"dp": 2, "zero": 3}, "with zero=3 has no rule yet"),
+        ({"tp": 2}, "with tp=2 has no rule yet"),
+        ({"optimizer_impl": "fused"}, "with optimizer_impl='fused' has no rule yet"),
+        ({"dp": 2, "zero": 3, "fsdp_version": 1}, "Muon only supports 2D parameters"),
+        ({"engine": "textbook"}, "engine='textbook' has no rule for Muon"),
+    ],
+)
+def test_what_muon_has_no_rule_for_is_refused(plan, error):
+    with pytest.raises(MemplanError, match=error):
+        check_plan(MODEL, plan_of(**{"seq_len": 4, "optimizer": "muon", **plan}))
 
 
 def test_lists_hold_the_shards_roots_under_fsdp2_and_the_owned_parameters_under_zero_1():
