@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import memplan
 from memplan import Llama
 from memplan.device import CPU
 from memplan.engines.checks import check_plan
@@ -13,7 +14,8 @@ from memplan.engines.options import plan_of, with_said
 from memplan.errors import MemplanError
 from memplan.estimate import StageEstimate, rank_estimate
 from memplan.plan import Rank
-from memplan.record import Stretch
+from memplan.record import Compute, Stretch
+from memplan.time.step import model_flops
 from validate.cases import Case
 from validate.launch import run_case
 
@@ -70,6 +72,18 @@ def test_muon_holds_a_look_ahead_two_copies_in_bfloat16_and_two_products_of_the_
         found = rank_estimate(replace(MODEL, vocab_size=4), plan, Rank(), CPU)
         held = part(found.record.step, "optimizer step").high_bytes
         assert held == (itemsize + 2 + 2) * largest + (2 + 2) * gram
+
+
+def test_muon_s_products_take_time_and_are_no_flops_of_the_model():
+    """Of each block 5 times 2 a a (a + 2 b): two (8, 8), two (4, 8) and three (8, 16) matrices."""
+    by_hand = 2 * 5 * 2 * (2 * 64 * (8 + 16) + 2 * 16 * (4 + 16) + 3 * 64 * (8 + 32))
+    counts = estimated(optimizer="muon").record.step.counts
+    assert by_hand == sum(
+        e.flops * n for e, n in counts.items() if isinstance(e, Compute) and e.phase == "update"
+    )
+    assert model_flops(counts) == model_flops(estimated().record.step.counts)
+    muon, adamw = (memplan.estimate("gpt2", cluster="1xh100-sxm", optimizer=one) for one in ("muon", "adamw"))
+    assert muon.step_s > adamw.step_s
 
 
 def test_muon_keeps_a_moment_of_the_blocks_matrices_and_leaves_the_rest_to_adamw():

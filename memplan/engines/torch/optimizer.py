@@ -13,7 +13,19 @@ from memplan.engines.torch.stage import RankStages
 from memplan.kernels import norm_scratch
 from memplan.mesh import WORLD, Group
 from memplan.placements import Partial, Shard
-from memplan.record import Collective, Event, Stretch, allocs, chain, events, frees, repeated
+from memplan.record import (
+    Collective,
+    Compute,
+    ComputeKind,
+    Event,
+    Stretch,
+    allocs,
+    chain,
+    events,
+    flops_of,
+    frees,
+    repeated,
+)
 from memplan.shapes import BF16, FP32, FP64, Buffer, Parameter, buffer_of
 
 Counted = Sequence[tuple[Parameter, int]]
@@ -126,7 +138,7 @@ def _orthogonalized(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
 def _newton_schulz(stages: RankStages, parameter: Parameter, grad: Buffer) -> tuple[list[Event], Buffer]:
     """The iterations that make a matrix orthogonal in bfloat16, and the result, which they leave.
 
-    With a <= b rows and columns each has two (a, a) products and one (a, b).
+    With a <= b rows and columns each has two (a, a) products and one (a, b): 2 a a (a + 2 b) FLOPs.
 
     Source: `torch.optim._muon:_zeropower_via_newtonschulz`.
     """
@@ -139,13 +151,27 @@ def _newton_schulz(stages: RankStages, parameter: Parameter, grad: Buffer) -> tu
         Buffer(f"{name} (sums of squares)", (), FP32, n_bytes, "temporaries")
         for n_bytes in norm_scratch(stages.update_device, parameter.n_elements, itemsize=FP32.itemsize)
     ]
+    b = parameter.n_elements // a
+    products = {gram: _product(a, b, a), polynomial: _product(a, a, a), x: _product(a, a, b)}
     found = [*(allocs(x) if is_copied else ()), *allocs(norm, *scratch), *frees(*scratch)]
     found += (*allocs(clamped), *frees(norm, clamped))
     for i in range(NEWTON_SCHULZ_STEPS):
         for product in (gram, polynomial, x):
             replaces = i > 0 or (product is x and is_copied)
-            found += (*allocs(product), *(frees(product) if replaces else ()))
+            found += (*allocs(product), products[product], *(frees(product) if replaces else ()))
     return [*found, *frees(gram, polynomial)], x
+
+
+def _product(m: int, k: int, n: int) -> Compute:
+    operands = ((m, k), (k, n))
+    return Compute(
+        kind=ComputeKind.MM,
+        operands=operands,
+        phase="update",
+        flops=flops_of(ComputeKind.MM, operands),
+        shape=(m, n),
+        dtype=BF16,
+    )
 
 
 def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
