@@ -7,10 +7,13 @@ Optimizer = Literal[
     "sgd-momentum",
     "adam",
     "adamw",
+    "muon",
     "adamw-8bit",
     "paged-adamw-8bit",
     "paged-adamw-32bit",
+    "adamw-32bit",
     "lion-8bit",
+    "lion-32bit",
     "paged-lion-8bit",
     "paged-lion-32bit",
 ]
@@ -23,11 +26,13 @@ class Kept(NamedTuple):
 
     Attributes:
         moments: the tensors, as its code names them.
+        others: those of the weights that it leaves to AdamW, all but matrices of blocks; None: it has none.
         bits: of an element of them, by bitsandbytes; None: by PyTorch, in the weight's type.
         paged: large ones are in memory that CUDA moves between GPU and host.
     """
 
     moments: tuple[str, ...] = ()
+    others: tuple[str, ...] | None = None
     bits: Literal[8, 32] | None = None
     paged: bool = False
 
@@ -47,17 +52,20 @@ KEPT: Final[dict[str, Kept]] = {
     "sgd-momentum": Kept(("momentum",)),
     "adam": Kept(ADAM),
     "adamw": Kept(ADAM),
-    "adamw-8bit": Kept(TWO_STATES, 8),
-    "paged-adamw-8bit": Kept(TWO_STATES, 8, paged=True),
-    "paged-adamw-32bit": Kept(TWO_STATES, 32, paged=True),
-    "lion-8bit": Kept(TWO_STATES[:1], 8),
-    "paged-lion-8bit": Kept(TWO_STATES[:1], 8, paged=True),
-    "paged-lion-32bit": Kept(TWO_STATES[:1], 32, paged=True),
+    "muon": Kept(("momentum_buffer",), others=ADAM),
+    "adamw-8bit": Kept(TWO_STATES, bits=8),
+    "paged-adamw-8bit": Kept(TWO_STATES, bits=8, paged=True),
+    "paged-adamw-32bit": Kept(TWO_STATES, bits=32, paged=True),
+    "adamw-32bit": Kept(TWO_STATES, bits=32),
+    "lion-8bit": Kept(TWO_STATES[:1], bits=8),
+    "lion-32bit": Kept(TWO_STATES[:1], bits=32),
+    "paged-lion-8bit": Kept(TWO_STATES[:1], bits=8, paged=True),
+    "paged-lion-32bit": Kept(TWO_STATES[:1], bits=32, paged=True),
 }
 """By the optimizer's name."""
 
-OF_TORCH: Final = tuple([name for name, kept in KEPT.items() if kept.bits is None])
-"""PyTorch's own."""
+OF_TORCH: Final = tuple([name for name, kept in KEPT.items() if kept.bits is None and kept.others is None])
+"""PyTorch's own that update every weight."""
 
 OF_BITSANDBYTES: Final = tuple([name for name, kept in KEPT.items() if kept.bits is not None])
 

@@ -26,8 +26,8 @@ from typing import Final, Literal, NamedTuple
 from memplan.mesh import Group
 from memplan.shapes import Buffer, DType, Parameter, Shape, n_elements
 
-Phase = Literal["forward", "backward", "recompute"]
-"""When something is computed: in a forward pass, a backward pass, or a recomputation."""
+Phase = Literal["forward", "backward", "recompute", "update"]
+"""When something is computed: in a forward pass, a backward pass, a recomputation, or an update."""
 
 PassPart = Literal["forward", "backward", "backward-input", "backward-weight"]
 """A stage's pass of a micro-batch; schedules may split the backward pass."""

@@ -140,7 +140,7 @@ ROWS: Final = (
     NotModelled(
         "an optimizer of one moment other than sgd-momentum",
         "keeps as much between steps, but other temporaries in a step",
-        "use sgd-momentum for the states",
+        "use lion-32bit for bitsandbytes' Lion, else sgd-momentum for the states",
         values={
             "optimizer": "lion adagrad rmsprop lars signum tiger",
         },
@@ -157,12 +157,11 @@ ROWS: Final = (
         },
     ),
     NotModelled(
-        "Muon",
-        "would keep one moment of each matrix, orthogonalize it with temporaries of its size, and leave the "
-        "rest to AdamW",
-        "use adamw, which keeps more between steps",
+        "a Muon other than PyTorch's",
+        "would keep as much of each matrix, but compute and send other things in a step",
+        "use muon, which is torch.optim.Muon of the blocks' matrices, and AdamW for the rest",
         values={
-            "optimizer": "muon muonclip moonlight dion normuon",
+            "optimizer": "muonclip moonlight dion normuon",
         },
     ),
     NotModelled(

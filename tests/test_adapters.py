@@ -149,6 +149,7 @@ def test_a_trace_on_file_is_what_is_traced_today(start):
 BITSANDBYTES: list[tuple[str, float, float]] = [
     ("adamw-8bit", 2 * (1 + 4 / 256), 2), ("paged-adamw-8bit", 2 * 4 / 256, 2), ("paged-adamw-32bit", 0, 0),
     ("lion-8bit", 1 + 4 / 256, 1), ("paged-lion-8bit", 4 / 256, 1), ("paged-lion-32bit", 0, 0),
+    ("adamw-32bit", 2 * 4, 0), ("lion-32bit", 4, 0),
 ]  # fmt: skip
 """Bytes for each element of a large weight, and maps of 256 floats."""
 

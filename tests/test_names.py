@@ -212,7 +212,7 @@ ASKED = [
     (["--optimizer", "paged_adam_8bit"], {"optimizer": "paged_adam_8bit"}, "optimizer='paged_adam_8bit'"),
     (["--optimizer", "adafactor"], {"optimizer": "adafactor"}, "optimizer='adafactor'"),
     (["--optimizer", "Lion"], {"optimizer": "Lion"}, "optimizer='Lion'"),
-    (["--optimizer", "muon"], {"optimizer": "muon"}, "optimizer='muon'"),
+    (["--optimizer", "muonclip"], {"optimizer": "muonclip"}, "optimizer='muonclip'"),
     (["--engine", "fairscale"], {"engine": "fairscale"}, "engine='fairscale'"),
 ]
 

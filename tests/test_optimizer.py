@@ -1,17 +1,21 @@
 """The update: what each implementation holds and sends, worked out by hand; what PyTorch itself refuses."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+import memplan
 from memplan import Llama
 from memplan.device import CPU
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of, with_said
+from memplan.errors import MemplanError
 from memplan.estimate import StageEstimate, rank_estimate
 from memplan.plan import Rank
-from memplan.record import Stretch
+from memplan.record import Compute, Stretch
+from memplan.time.step import model_flops
 from validate.cases import Case
 from validate.launch import run_case
 
@@ -58,6 +62,52 @@ def test_a_loop_holds_two_tensors_of_a_parameter_lists_one_of_every_parameter_a_
     assert step_high_bytes(optimizer_impl="foreach") == 4 * WEIGHTS
     assert step_high_bytes(optimizer_impl="fused") == 0
     assert {step_high_bytes(optimizer="sgd-momentum", optimizer_impl=i) for i in ("foreach", "fused")} == {0}
+
+
+def test_muon_holds_a_look_ahead_two_copies_in_bfloat16_and_two_products_of_the_shorter_side():
+    """Of the largest matrix, (16, 8), beside the update of the last one."""
+    largest, gram = 16 * 8, 8 * 8
+    for precision, itemsize in (("fp32", 4), ("bf16", 2)):
+        plan = plan_of(seq_len=4, optimizer="muon", precision=precision)
+        found = rank_estimate(replace(MODEL, vocab_size=4), plan, Rank(), CPU)
+        held = part(found.record.step, "optimizer step").high_bytes
+        assert held == (itemsize + 2 + 2) * largest + (2 + 2) * gram
+
+
+def test_muon_s_products_take_time_and_are_no_flops_of_the_model():
+    """Of each block 5 times 2 a a (a + 2 b): two (8, 8), two (4, 8) and three (8, 16) matrices."""
+    by_hand = 2 * 5 * 2 * (2 * 64 * (8 + 16) + 2 * 16 * (4 + 16) + 3 * 64 * (8 + 32))
+    counts = estimated(optimizer="muon").record.step.counts
+    assert by_hand == sum(
+        e.flops * n for e, n in counts.items() if isinstance(e, Compute) and e.phase == "update"
+    )
+    assert model_flops(counts) == model_flops(estimated().record.step.counts)
+    muon, adamw = (memplan.estimate("gpt2", cluster="1xh100-sxm", optimizer=one) for one in ("muon", "adamw"))
+    assert muon.step_s > adamw.step_s
+
+
+def test_muon_keeps_a_moment_of_the_blocks_matrices_and_leaves_the_rest_to_adamw():
+    matrices = 2 * (BLOCK - 2 * NORM)
+    others, n_others = WEIGHTS - matrices, N_PARAMETERS - 2 * 7
+    states = estimated(optimizer="muon").states
+    assert states.optimizer_bytes == 4 * (matrices + 2 * others + n_others)
+    fullest = estimated(optimizer="muon", dp=2, zero=1).states.optimizer_bytes
+    assert states.optimizer_bytes / 2 <= fullest < states.optimizer_bytes
+
+
+@pytest.mark.parametrize(
+    "plan, error",
+    [
+        ({"dp": 2, "zero": 3}, "with zero=3 has no rule yet"),
+        ({"tp": 2}, "with tp=2 has no rule yet"),
+        ({"optimizer_impl": "fused"}, "with optimizer_impl='fused' has no rule yet"),
+        ({"dp": 2, "zero": 3, "fsdp_version": 1}, "Muon only supports 2D parameters"),
+        ({"engine": "textbook"}, "engine='textbook' has no rule for Muon"),
+    ],
+)
+def test_what_muon_has_no_rule_for_is_refused(plan, error):
+    with pytest.raises(MemplanError, match=error):
+        check_plan(MODEL, plan_of(**{"seq_len": 4, "optimizer": "muon", **plan}))
 
 
 def test_lists_hold_the_shards_roots_under_fsdp2_and_the_owned_parameters_under_zero_1():

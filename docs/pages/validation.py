@@ -22,7 +22,7 @@ SUITES: Final = {
     "fsdp1": "FullyShardedDataParallel",
     "adapters": "LoRA and QLoRA by PEFT and bitsandbytes",
     "compiled": "blocks under torch.compile",
-    "optimizers": "bitsandbytes' optimizers",
+    "optimizers": "Muon, and bitsandbytes' optimizers",
     "deepspeed": "DeepSpeed's ZeRO-0 to 3",
     "fullsize": "single ranks at true size, on tensors without data",
     "gpu-standin": "single ranks of 8 to 1,024, the others played",

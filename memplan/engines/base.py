@@ -210,8 +210,8 @@ class Engine(ABC):
 
     trains_adapters: ClassVar[bool] = False
     """Whether it has rules for adapters beside frozen weights."""
-    has_bitsandbytes: ClassVar[bool] = False
-    """Whether it has rules for bitsandbytes' optimizers."""
+    has_every_optimizer: ClassVar[bool] = False
+    """Whether it has rules for bitsandbytes' optimizers and Muon."""
     axes: ClassVar[tuple[str, ...]] = ()
     """The axes of the mesh that it knows; a plan with several ranks along another one is refused."""
     views: ClassVar[tuple[str, ...]] = ()
@@ -268,11 +268,13 @@ class Engine(ABC):
             )
 
     def _check_optimizer(self, model: Model, plan: Plan) -> None:
-        if plan.kept.bits is not None and not self.has_bitsandbytes:
+        kept = plan.kept
+        if (kept.bits is not None or kept.others is not None) and not self.has_every_optimizer:
+            whose = "bitsandbytes' optimizers" if kept.others is None else "Muon"
             raise MissingRule(
-                f"optimizer={plan.optimizer!r}: engine={self.name!r} has no rule for bitsandbytes' "
-                "optimizers; use adamw, or engine='torch'.",
-                kind="an optimizer of bitsandbytes under an engine that has no rule for it",
+                f"optimizer={plan.optimizer!r}: engine={self.name!r} has no rule for {whose}; use adamw, or "
+                "engine='torch'.",
+                kind=f"{whose} under an engine that has no rule for them",
             )
 
     def check_device(self, plan: Plan, device: Device) -> None:

@@ -79,6 +79,9 @@ class Torchrun(Launcher):
 
     def limits(self, job: Job) -> Iterator[Limit]:
         model, plan = job.estimate.model, job.estimate.plan
+        if plan.optimizer not in OPTIMIZERS:
+            why = f"optimizer={plan.optimizer!r}: the script makes one optimizer of PyTorch for all weights"
+            yield Limit(why, {"optimizer": "adamw"})
         if not isinstance(model, Decoder):
             why = f"{model.name} is planned from a trace, which does not say how its module is made and fed"
             yield Limit(why, "use a model of a family (memplan models)")

@@ -24,6 +24,7 @@ from validate.suites.fullsize import fullsize
 from validate.suites.gpu import GPU_SUITES
 from validate.suites.matrix import matrix
 from validate.suites.models import SMALL, models
+from validate.suites.optimizers import optimizers
 from validate.suites.quick import quick
 from validate.suites.refused import refused
 from validate.suites.wild import wild
@@ -42,6 +43,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "experts": experts,
     "context": context,
     "adapters": adapters,
+    "optimizers": optimizers,
     "architectures": architectures,
 }
 """Suites of CPU ranks."""

@@ -1,4 +1,7 @@
-"""Optimizers of other packages, at true size on GPUs. The plans are flat lists."""
+"""Optimizers other than SGD and Adam: Muon on CPU ranks, and all of them at true size on GPUs.
+
+The plans are flat lists.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -10,6 +13,24 @@ from memplan.models import Decoder, implemented, preset
 from memplan.optimizers import OF_BITSANDBYTES
 from validate.cases import UNTIMED_STEPS, Case, title
 from validate.gpus import Gpus
+from validate.suites.models import GPT, GPT_TIED, LLAMA, LLAMA_ODD
+
+OF_MUON: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
+    (LLAMA, {"precision": "fp32"}),
+    (LLAMA, {"precision": "bf16", "micro_batch": 2}),
+    (LLAMA, {"recompute": "full", "clip_grad_norm": 1.0}),
+    (GPT_TIED, {"precision": "fp32", "set_to_none": False}),
+    (GPT, {"precision": "bf16"}),
+    (LLAMA_ODD, {"precision": "fp32", "micro_batch": 3}),
+    (LLAMA, {"dp": 2, "precision": "fp32"}),
+    (GPT, {"dp": 2, "clip_grad_norm": 1.0}),
+    (LLAMA, {"dp": 2, "zero": 1, "precision": "fp32"}),
+    (GPT, {"dp": 4, "zero": 1, "precision": "bf16"}),
+    (LLAMA_ODD, {"dp": 3, "zero": 1}),
+    (LLAMA, {"pp": 2, "precision": "fp32"}),
+    (GPT, {"pp": 2, "dp": 2, "zero": 1}),
+)
+"""Muon of memplan's own modules, on one rank, under DDP and ZeRO-1, and in pipelines."""
 
 PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16"},
@@ -17,6 +38,8 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16", "dp": 8, "recompute": "full"},
 )
 """All weights, of memplan's own Llama and of transformers' Qwen3."""
+
+OF_ZERO_1: Final[dict[str, Any]] = {"precision": "bf16-mixed", "dp": 8, "zero": 1, "recompute": "full"}
 
 WHOLE: Final = (("llama-3.2-1b", "reference"), ("qwen3-0.6b", "huggingface"))
 
@@ -27,6 +50,16 @@ OF_ADAPTERS: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16-mixed", "optimizer": "lion-8bit", "dp": 8},
 )
 """Llama-3-8B with LoRA and QLoRA."""
+
+
+def optimizers() -> tuple[Case, ...]:
+    """Small models on CPU ranks."""
+    found = []
+    for model, options in OF_MUON:
+        plan = plan_of(**{"seq_len": 64, "optimizer": "muon", **options})
+        name = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
+        found.append(Case(name=name, model=model, plan=plan))
+    return tuple(found)
 
 
 def gpu_optimizers(gpus: Gpus | None) -> tuple[Case, ...]:
@@ -40,7 +73,8 @@ def gpu_optimizers(gpus: Gpus | None) -> tuple[Case, ...]:
             "gpu-optimizers runs bitsandbytes' kernels, which are for GPUs; use --device nogpu."
         )
     found = []
-    for (name, code), optimizer, options in product(WHOLE, OF_BITSANDBYTES, PLANS):
+    whole = [*product(WHOLE, OF_BITSANDBYTES, PLANS), *product(WHOLE, ("muon",), (*PLANS, OF_ZERO_1))]
+    for (name, code), optimizer, options in whole:
         found.append(_case(name, code, {"seq_len": 2048, "optimizer": optimizer, **options}, gpus))
     for options in OF_ADAPTERS:
         asked = {"seq_len": 2048, "lora_rank": 16, "recompute": "full", **options}

@@ -33,7 +33,7 @@ class TorchEngine(Engine):
     options = TorchOptions
     gives_bounds = True
     trains_adapters = True
-    has_bitsandbytes = True
+    has_every_optimizer = True
     confirmed_gpus = ("a100-80-sxm", "h100-sxm", "h200", "b200")
 
     def check_device(self, plan: Plan, device: Device) -> None:

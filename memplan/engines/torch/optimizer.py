@@ -10,16 +10,32 @@ from typing import Final, NamedTuple
 from memplan.engines.stage import trained
 from memplan.engines.torch.sharding import partial_sum
 from memplan.engines.torch.stage import RankStages
+from memplan.kernels import norm_scratch
 from memplan.mesh import WORLD, Group
 from memplan.placements import Partial, Shard
-from memplan.record import Collective, Event, Stretch, allocs, chain, events, frees, repeated
-from memplan.shapes import FP32, FP64, Buffer, Parameter, buffer_of
+from memplan.record import (
+    Collective,
+    Compute,
+    ComputeKind,
+    Event,
+    Stretch,
+    allocs,
+    chain,
+    events,
+    flops_of,
+    frees,
+    repeated,
+)
+from memplan.shapes import BF16, FP32, FP64, Buffer, Parameter, buffer_of
 
 Counted = Sequence[tuple[Parameter, int]]
 """Parameters, and how many times each occurs."""
 
 CUDA_CHUNK_ELEMENTS: Final = 65536
 """Elements per block of a CUDA kernel over a list of tensors (`kChunkSize` in MultiTensorApply.cuh)."""
+
+NEWTON_SCHULZ_STEPS: Final = 5
+"""Of each update of a matrix (`torch.optim._muon:DEFAULT_NS_STEPS`)."""
 
 UPDATE_NAME: Final = "optimizer step"
 """The name of the stretch before which the first step allocates the optimizer's state."""
@@ -30,6 +46,7 @@ def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
 
     `in_order`: one parameter at a time in the module's order; else equal ones of all blocks are counted.
     """
+    matrices = list(_orthogonalized(stages, in_order))
     clips = stages.plan.clip_grad_norm is not None
     clipping = [events("gradient clipping", _clipping(stages, in_order))] if clips else []
     unscaling, scaled = _unscaling(stages)
@@ -40,7 +57,7 @@ def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
             steps = [events(UPDATE_NAME, _all_at_once(stages, in_order))]
         case _:
             steps = [events(UPDATE_NAME, _in_one_kernel(stages, in_order))]
-    stepping = chain(UPDATE_NAME, *steps)
+    stepping = chain(UPDATE_NAME, *matrices, *steps)
     return chain("update", *unscaling, *clipping, stepping, *_sync_parameters(stages), *scaled)
 
 
@@ -93,6 +110,70 @@ def implementation(stages: RankStages) -> str:
     return "foreach" if not stages.update_device.on_cpu else "for-loop"
 
 
+def _orthogonalized(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
+    """Muon's updates of matrices, one by one: an orthogonalized one lives until the next is looked up.
+
+    Source: `torch.optim._muon:_single_tensor_muon`.
+    """
+    before: Buffer | None = None
+    made: dict[Parameter, tuple[list[Event], Buffer]] = {}
+    for parameters, times in _one_after_the_other(stages, in_order):
+        found: list[Event] = []
+        for parameter in [one for one in parameters if one in stages.matrices]:
+            look_ahead = buffer_of(f"{parameter.name} (look-ahead)", parameter.shape, stages.weight_dtype)
+            if parameter not in made:
+                made[parameter] = _newton_schulz(stages, parameter, look_ahead)
+            iterations, result = made[parameter]
+            found += (*allocs(look_ahead), *(() if before is None else frees(before)))
+            found += (*iterations, *frees(look_ahead))
+            if stages.update_device.on_cpu and look_ahead.dtype != result.dtype:
+                wide = buffer_of(f"{parameter.name} (update, cast)", parameter.shape, look_ahead.dtype)
+                found += (*allocs(wide), *frees(wide))
+            before = result
+        yield repeated(events(UPDATE_NAME, found), times)
+    if before is not None:
+        yield events(UPDATE_NAME, frees(before))
+
+
+def _newton_schulz(stages: RankStages, parameter: Parameter, grad: Buffer) -> tuple[list[Event], Buffer]:
+    """The iterations that make a matrix orthogonal in bfloat16, and the result, which they leave.
+
+    With a <= b rows and columns each has two (a, a) products and one (a, b): 2 a a (a + 2 b) FLOPs.
+
+    Source: `torch.optim._muon:_zeropower_via_newtonschulz`.
+    """
+    name, a = parameter.name, min(parameter.shape)
+    norm, clamped = (buffer_of(f"{name} ({what})", (), BF16) for what in ("norm", "clamped norm"))
+    gram, polynomial = (buffer_of(f"{name} ({what})", (a, a), BF16) for what in ("gram", "gram update"))
+    x = buffer_of(f"{name} (orthogonal)", parameter.shape, BF16)
+    is_copied = grad.dtype != BF16
+    scratch = [
+        Buffer(f"{name} (sums of squares)", (), FP32, n_bytes, "temporaries")
+        for n_bytes in norm_scratch(stages.update_device, parameter.n_elements, itemsize=FP32.itemsize)
+    ]
+    b = parameter.n_elements // a
+    products = {gram: _product(a, b, a), polynomial: _product(a, a, a), x: _product(a, a, b)}
+    found = [*(allocs(x) if is_copied else ()), *allocs(norm, *scratch), *frees(*scratch)]
+    found += (*allocs(clamped), *frees(norm, clamped))
+    for i in range(NEWTON_SCHULZ_STEPS):
+        for product in (gram, polynomial, x):
+            replaces = i > 0 or (product is x and is_copied)
+            found += (*allocs(product), products[product], *(frees(product) if replaces else ()))
+    return [*found, *frees(gram, polynomial)], x
+
+
+def _product(m: int, k: int, n: int) -> Compute:
+    operands = ((m, k), (k, n))
+    return Compute(
+        kind=ComputeKind.MM,
+        operands=operands,
+        phase="update",
+        flops=flops_of(ComputeKind.MM, operands),
+        shape=(m, n),
+        dtype=BF16,
+    )
+
+
 def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
     """The for-loop: Adam's denominator and its square root; a denominator lives until the next parameter's.
 
@@ -102,7 +183,7 @@ def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
     denominators: dict[Parameter, Buffer] = {}
     for parameters, times in _one_after_the_other(stages, in_order):
         found: list[Event] = []
-        for parameter in parameters:
+        for parameter in [one for one in parameters if one not in stages.matrices]:
             for copies in _reads(stages, [(parameter, 1)]):
                 found += copies.events()
             if stages.is_adam:
@@ -291,9 +372,10 @@ def _held(stages: RankStages, in_order: bool) -> Counted:
 
 
 def _updated_lists(stages: RankStages, in_order: bool) -> list[Counted]:
-    """The parameters that this rank updates, in the lists of foreach calls."""
+    """The parameters that this rank updates, in the lists of foreach calls; matrices of Muon are in none."""
     owned, plan = stages.owned, stages.plan
     updated = _held(stages, in_order) if owned is None else [(parameter, 1) for parameter in owned]
+    updated = [(parameter, n) for parameter, n in updated if parameter not in stages.matrices]
     one_list = plan.ddp or (plan.ep > 1 and plan.fsdp)
     return _lists(updated, apart=plan.tp > 1 and not one_list)
 
@@ -313,6 +395,9 @@ def states_in_order(stages: RankStages) -> Iterator[Buffer]:
     Source: `torch.optim.adam:Adam._init_group`, `torch.optim.sgd:_multi_tensor_sgd`.
     """
     maps = stages.maps_of_8_bits
+    held = stages.trained_parameters() if stages.owned is None else stages.owned
+    for parameter in [one for one in held if one in stages.matrices]:
+        yield from stages.moments(parameter)
     for group in _updated_lists(stages, in_order=True):
         for parameter, _ in group:
             if stages.counts_steps:

@@ -286,6 +286,34 @@ def _check_update(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_muon(model: Model, plan: Plan) -> None:
+    """Raise for what `torch.optim.Muon` refuses, and for what has no rule beside it.
+
+    Source: `torch.optim._muon:Muon`.
+    """
+    if plan.kept.others is None:
+        return
+    if plan.fsdp and torch_options(plan).fsdp_version == 1:
+        raise PlanRefused(
+            f"optimizer={plan.optimizer!r} fails on FSDP1's flat parameters (Muon only supports 2D "
+            "parameters whereas we found a parameter with size: ...); use adamw, or zero=0 or 1.",
+            kind="Muon of flat parameters, which are no matrices",
+        )
+    impl = torch_options(plan).optimizer_impl
+    not_modelled = (
+        (plan.tp > 1, f"tp={plan.tp}"),
+        (plan.ep > 1, f"ep={plan.ep}"),
+        (plan.fsdp, f"zero={plan.zero}"),
+        (plan.formats.loss_scaled, f"precision={plan.precision!r}"),
+        (impl != "default", f"optimizer_impl={impl!r}"),
+    )
+    for what in [what for asked, what in not_modelled if asked]:
+        raise MissingRule(
+            f"optimizer={plan.optimizer!r} with {what} has no rule yet; leave one of them out, or use adamw.",
+            kind=f"Muon with {what.partition('=')[0]}",
+        )
+
+
 def _check_bitsandbytes(model: Model, plan: Plan) -> None:
     """Raise for what has no rule beside bitsandbytes' optimizers."""
     if plan.kept.bits is None:
@@ -693,6 +721,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_data_axis,
     _check_precision,
     _check_update,
+    _check_muon,
     _check_bitsandbytes,
     check_positions,
 )

@@ -253,15 +253,35 @@ class RankStages:
         """The same stages on the data-parallel rank that holds most; without ZeRO-1 that is the first."""
         if self.owned is None:
             return self
-        per_element = len(self.plan.kept.moments) * self.weight_dtype.itemsize
-        per_tensor = FP32.itemsize * self.counts_steps
-        sizes = [sum([p.n_elements * per_element + per_tensor for p in owned]) for owned in self.partition]
+        sizes = [sum(map(self._state_bytes, owned)) for owned in self.partition]
         return self.at(dp=sizes.index(max(sizes)))
+
+    def _state_bytes(self, parameter: Parameter) -> int:
+        """Bytes of the optimizer's state of a whole parameter on the device that updates it."""
+        steps_bytes = FP32.itemsize * (self.counts_steps and self.has_step(parameter))
+        return sum([moment.n_bytes for moment in self.moments(parameter)]) + steps_bytes
+
+    @cached_property
+    def matrices(self) -> frozenset[Parameter]:
+        """The trained matrices of the blocks if the plan's optimizer updates these alone, else none.
+
+        Source: `torch.optim._muon:Muon` (of two dims; others "should be optimized by a standard method").
+        """
+        if self.plan.kept.others is None:
+            return frozenset()
+        blocks = [block.parameters for stage in self.stages for block, _ in stage.blocks]
+        return frozenset([p for block in blocks for p in trained(block) if len(p.whole_shape) == 2])
 
     @cached_property
     def partition(self) -> list[list[Parameter]]:
-        """ZeroRedundancyOptimizer's partition of the rank's parameters over the data axis."""
-        return zero_redundancy_partition(tuple(self.trained_parameters()), self.plan.dp)
+        """ZeroRedundancyOptimizer's partition of the rank's parameters over the data axis.
+
+        Muon's matrices and the rest have an optimizer each.
+        """
+        every, matrices = self.trained_parameters(), self.matrices
+        apart = [[p for p in every if (p in matrices) is inside] for inside in (True, False)]
+        found = [zero_redundancy_partition(tuple(part), self.plan.dp) for part in apart]
+        return [[*first, *others] for first, others in zip(*found, strict=True)]
 
     def stored_dtype(self, parameter: Parameter) -> DType:
         """The type that a parameter is stored in: the precision's, or its own."""
@@ -302,7 +322,8 @@ class RankStages:
         narrow, dtype = self.is_of_8_bits(parameter), self.weight_dtype
         if kept.bits is not None:
             dtype = UINT8 if narrow else FP32
-        found = [buffer_of(f"{parameter.name}.{name}", shape, dtype, "optimizer") for name in kept.moments]
+        names = kept.moments if kept.others is None or parameter in self.matrices else kept.others
+        found = [buffer_of(f"{parameter.name}.{name}", shape, dtype, "optimizer") for name in names]
         scales = [f"{parameter.name}.absmax{i + 1}" for i in range(len(found))] if narrow else []
         return [one for one in found if not kept.paged or n < LEAST_PAGED] + [
             buffer_of(name, (-(-n // SCALED),), FP32, "optimizer") for name in scales
@@ -345,8 +366,12 @@ class RankStages:
 
     @property
     def is_adam(self) -> bool:
-        """Whether PyTorch's Adam updates the weights, which counts steps for each of them."""
-        return self.plan.optimizer in ("adam", "adamw")
+        """Whether PyTorch's Adam updates the weights, or the ones that are left to it."""
+        return self.plan.optimizer in ("adam", "adamw", "muon")
+
+    def has_step(self, parameter: Parameter) -> bool:
+        """Whether Adam updates a parameter, and so counts its steps."""
+        return self.is_adam and parameter not in self.matrices
 
     @cached_property
     def step_counts(self) -> Alive:
@@ -394,7 +419,7 @@ class RankStages:
             kept = n if owned is None else owned[parameter]
             for moment in self.moments(parameter) if kept else ():
                 alive[moment] += kept
-            if kept and self.is_adam:
+            if kept and self.has_step(parameter):
                 alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
         if self.options.static_graph:
             n_parameters = sum(n for _, n in self.counted_trained_parameters())

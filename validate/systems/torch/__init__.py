@@ -45,7 +45,7 @@ class TorchTraining(Training):
         return [_local(weight.grad) for weight in self._update.parameters if weight.grad is not None]
 
     def optimizer_states(self) -> Sequence[Tensor]:
-        return [_local(tensor) for tensor in _states(self._update.optimizer)]
+        return [_local(tensor) for one in self._update.optimizers for tensor in _states(one)]
 
     def gradient_norm_squared(self) -> float:
         grads = [_whole(gradient(weight)) for weight in self._update.parameters if weight.grad is not None]

@@ -1,6 +1,7 @@
 """The optimizer's part of a step: gradients unscaled, clipped, applied, then freed or zeroed."""
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -26,6 +27,7 @@ OPTIMIZERS: Final[dict[str, Callable[..., Optimizer]]] = {
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "muon": torch.optim.Muon,
 }
 """The class and arguments of each of PyTorch's optimizers."""
 
@@ -33,11 +35,16 @@ OF_BITSANDBYTES: Final = {
     "adamw-8bit": "AdamW8bit",
     "paged-adamw-8bit": "PagedAdamW8bit",
     "paged-adamw-32bit": "PagedAdamW32bit",
+    "adamw-32bit": "AdamW32bit",
     "lion-8bit": "Lion8bit",
+    "lion-32bit": "Lion32bit",
     "paged-lion-8bit": "PagedLion8bit",
     "paged-lion-32bit": "PagedLion32bit",
 }
 """The class of each of bitsandbytes' optimizers."""
+
+IN_A_LIST: Final = re.compile(r"(^|\.)\d+\.")
+"""Finds a block's place in the name of a parameter: `model.layers.0.mlp.up_proj.weight`."""
 
 IMPLEMENTATIONS: Final[dict[str, dict[str, bool]]] = {
     "default": {},
@@ -53,9 +60,9 @@ INITIAL_SCALE: Final = 2.0**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One rank's optimizer: unscaling, clipping, the update, and freeing or zeroing gradients."""
+    """One rank's optimizers, in turn: unscaling, clipping, the update, and freeing or zeroing gradients."""
 
-    optimizer: Optimizer
+    optimizers: Sequence[Optimizer]
     scaler: GradScaler
     max_norm: float | None
     foreach: bool | None
@@ -66,18 +73,22 @@ class Update:
     @property
     def parameters(self) -> list[Tensor]:
         """This stage's parameters as the optimizer has them; DDP beside TP hides some of the module's."""
-        return [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        groups = [group for one in self.optimizers for group in one.param_groups]
+        return [weight for group in groups for weight in group["params"]]
 
     def __call__(self) -> None:
         """Updates the weights; the gradients are gone, or zero, after."""
-        self.scaler.unscale_(self.optimizer)
+        for one in self.optimizers:
+            self.scaler.unscale_(one)
         if self.max_norm is not None and self.clips_itself is not None:
             self.clips_itself.clip_grad_norm_(self.max_norm)
         elif self.max_norm is not None:
             clip(self.parameters, self.max_norm, pipeline=self.pipeline, foreach=self.foreach)
-        self.scaler.step(self.optimizer)
+        for one in self.optimizers:
+            self.scaler.step(one)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        for one in self.optimizers:
+            one.zero_grad(set_to_none=self.set_to_none)
 
 
 def update_of(
@@ -93,7 +104,7 @@ def update_of(
     sharded = [module for module in modules if isinstance(module, FullyShardedDataParallel)]
     return Update(
         clips_itself=sharded[0] if sharded else None,
-        optimizer=optimizer_of(modules, plan, mesh, learning_rate=learning_rate),
+        optimizers=optimizers_of(modules, plan, mesh, learning_rate=learning_rate),
         scaler=scaler_of(plan, device, runs_kernels=runs_kernels),
         max_norm=plan.clip_grad_norm,
         foreach=False if torch_options(plan).optimizer_impl == "for-loop" else None,
@@ -102,20 +113,39 @@ def update_of(
     )
 
 
-def optimizer_of(
+def optimizers_of(
     modules: Iterable[nn.Module], plan: Plan, mesh: DeviceMesh | None, *, learning_rate: float
+) -> list[Optimizer]:
+    """The plan's optimizers over the trained parameters; Muon's of the blocks' matrices, then AdamW."""
+    named = [
+        (name, weight)
+        for module in modules
+        for name, weight in module.named_parameters()
+        if weight.requires_grad
+    ]
+    if plan.kept.others is None:
+        return [_optimizer([weight for _, weight in named], plan, mesh, plan.optimizer, learning_rate)]
+    matrices = {name for name, weight in named if weight.ndim == 2 and IN_A_LIST.search(name)}
+    apart = (
+        ([weight for name, weight in named if name in matrices], plan.optimizer),
+        ([weight for name, weight in named if name not in matrices], "adamw"),
+    )
+    return [_optimizer(part, plan, mesh, kind, learning_rate) for part, kind in apart if part]
+
+
+def _optimizer(
+    parameters: list[nn.Parameter], plan: Plan, mesh: DeviceMesh | None, name: str, learning_rate: float
 ) -> Optimizer:
-    """The plan's optimizer over the trained parameters, its state divided over the data axis at ZeRO 1.
+    """An optimizer by its name, its state divided over the data axis at ZeRO 1.
 
     Where it takes all parameters at once, those that PyTorch does not take together are separate groups.
     Beside expert-parallel ranks all are one group: PyTorch takes DTensors of several meshes.
     """
-    parameters = [weight for module in modules for weight in module.parameters() if weight.requires_grad]
     if plan.optimizer in OF_BITSANDBYTES:
         classes = import_module("bitsandbytes.optim")
         made = getattr(classes, OF_BITSANDBYTES[plan.optimizer])(parameters, lr=learning_rate)
         return cast(Optimizer, made)
-    kind = OPTIMIZERS[plan.optimizer]
+    kind = OPTIMIZERS[name]
     options: dict[str, Any] = {"lr": learning_rate, **IMPLEMENTATIONS[torch_options(plan).optimizer_impl]}
     if plan.zero == 1 and mesh is not None:
         return ZeroRedundancyOptimizer(
