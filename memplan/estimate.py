@@ -761,6 +761,8 @@ def estimate(
         **options: the engine's own options, here those of "torch", "deepspeed" and "megatron"; `memplan
             estimate --engine NAME -h` lists one engine's.
             compile: torch.compile of each "block", or of nothing ("none").
+            float8: products of linears in float8 by torchao's recipe: "tensorwise", "rowwise",
+                "rowwise_with_gw_hp", or "none".
             fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
             fsdp_blocks: blocks in a row that share a unit.
             fsdp_version: 2, `fully_shard`, or 1, `FullyShardedDataParallel`.

@@ -128,6 +128,8 @@ class ComputeKind(Enum):
     """A matrix product; operands (m, k) and (k, n). A bias may be added (addmm)."""
     BMM = "bmm"
     """Matrix products of a batch; operands (batch, m, k) and (batch, k, n)."""
+    SCALED_MM = "scaled_mm"
+    """A matrix product of operands in float8; operands as of `MM`."""
     GROUPED_MM = "grouped_mm"
     """A matrix product for each group of rows; operands (rows, k) and (groups, k, n), or (m, rows) and
     (rows, n), or as of `BMM`."""

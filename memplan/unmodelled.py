@@ -83,10 +83,20 @@ ROWS: Final = (
         keywords="offload_optimizer optimizer_offload optimizer_cpu_offload",
     ),
     NotModelled(
-        "products in 8 or 4 bits",
+        "FSDP2's all-gather in float8",
+        "would gather the weights of linears in half the bytes, with a scale for each",
+        "use float8='tensorwise' without it, which gathers in bfloat16",
+        keywords=(
+            "float8_all_gather enable_fsdp_float8_all_gather fsdp_float8_all_gather "
+            "precompute_float8_dynamic_scale_for_fsdp"
+        ),
+    ),
+    NotModelled(
+        "products in 8 or 4 bits as a precision",
         "would make small copies of weights and inputs for each product, and take less time",
-        "use bf16-mixed: weights, gradients and optimizer state are as large there",
-        keywords="fp8 float8 mxfp8 nvfp4",
+        "use float8='tensorwise' beside bf16-mixed for torchao's products in float8 (engine torch), or "
+        "bf16-mixed: weights, gradients and optimizer state are as large there",
+        keywords="fp8 mxfp8 nvfp4",
         values={
             "precision": (
                 "fp8 fp8-mixed fp8-hybrid fp8-e4m3 fp8-delayed float8 mxfp8 transformer-engine nvfp4 mxfp4 "

@@ -14,7 +14,7 @@ from typing import Final
 from unittest.mock import patch
 
 from memplan import TracedModel
-from memplan.engines.torch.options import compiled_blocks
+from memplan.engines.torch.options import compiled_blocks, torch_options
 from memplan.models.traced import ZERO3
 from memplan.tracing import cache
 from memplan.tracing.cache import Request
@@ -36,7 +36,7 @@ COMPILED: Final = TRACES / "compiled"
 
 RECORDS: Final = (
     *("adapters.jsonl", "nogpu/*-adapters.jsonl", "nogpu/*-optimizers.jsonl"),
-    *("nogpu/*-deepspeed.jsonl", "nogpu/*-compiled.jsonl"),
+    *("nogpu/*-deepspeed.jsonl", "nogpu/*-compiled.jsonl", "nogpu/*-float8.jsonl"),
 )
 """The files of records that need them, in `data/measurements`."""
 
@@ -75,7 +75,9 @@ def main(anew: bool) -> None:
                 for record in read_records(file):
                     case = Case.from_dict(record.case)
                     plan = case.plan
-                    if plan.adapters is not None or plan.engine == "deepspeed" or compiled_blocks(plan):
+                    float8 = plan.engine == "torch" and torch_options(plan).float8 != "none"
+                    others = plan.adapters is not None or plan.engine == "deepspeed"
+                    if others or float8 or compiled_blocks(plan):
                         estimated_rank(case, 0)
         for row in read_rows(ROWS):
             traced_anew = by_litgpt(row) or compiles(row)

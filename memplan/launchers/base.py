@@ -216,6 +216,9 @@ def limits(job: Job, to: str) -> tuple[Limit, ...]:
     if told.get("compile", "none") != "none":
         why = f"compile={told['compile']!r}: what memplan exports runs blocks as they are"
         return Limit(why, {"compile": None}), *launcher.limits(job)
+    if told.get("float8", "none") != "none":
+        why = f"float8={told['float8']!r}: linears are converted by the code that trains them"
+        return Limit(why, {"float8": None}), *launcher.limits(job)
     return tuple(launcher.limits(job))
 
 

@@ -24,7 +24,7 @@ from memplan.models.config import Config, WithoutRule, config_file, model_name, 
 from memplan.models.families import FAMILIES, implementations_of, implemented
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
-from memplan.models.torchtitan import TORCHTITAN, TorchtitanLlama
+from memplan.models.torchtitan import FLOAT8, TORCHTITAN, TorchtitanLlama
 from memplan.models.traced import ZERO3, Compiles, TracedModel, is_trace, model_from_trace
 
 if TYPE_CHECKING:
@@ -88,26 +88,30 @@ def divided(
     precision: str,
     adapters: Adapters | None = None,
     compiles: Compiles | None = None,
+    float8: str = "none",
 ) -> Model:
     """The model as one rank of a mesh trains it: itself, if its operations divide themselves.
 
     Else its module is traced as its framework's own plan divides it, for this precision, with the kernels of
-    a device; with `adapters` as PEFT trains it, with `compiles` as `torch.compile` runs its blocks. The trace
-    is kept in the user's cache folder.
+    a device; with `adapters` as PEFT trains it, with `compiles` as `torch.compile` runs its blocks, in
+    `float8` by torchao's recipe of that name. The trace is kept in the user's cache folder.
 
     Raises:
         MissingRule: of a trace, for degrees that it was not made for; a model that PEFT does not know.
         MemplanError: it cannot be divided so, or not here.
     """
-    if adapters is None and compiles is None and (model.divides_itself or mesh == model.mesh):
+    of_module = compiles is not None or float8 != "none"
+    if adapters is None and not of_module and (model.divides_itself or mesh == model.mesh):
         return model
-    values = model.config_values() if compiles is None else module_values(model)
+    values = module_values(model) if of_module else model.config_values()
     if values is None and adapters is not None:
         raise not_adapted(model)
     if values is None:
         raise not_divided_so(model, mesh)
     if adapters is not None:
         values |= {ADAPTERS: adapters._asdict()}
+    if float8 != "none":
+        values |= {FLOAT8: float8}
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
     return traced_from_config(
@@ -126,9 +130,9 @@ def module_values(model: Model) -> dict[str, Any]:
     values = model.config_values()
     if values is None:
         raise MissingRule(
-            f"compile='block': {model.name} ({model.code}) is no module of transformers or torchtitan, whose "
-            f"blocks are compiled here; {_other_code(model)} compile='none'.",
-            kind="torch.compile of a model that is none of transformers or torchtitan",
+            f"compile and float8: {model.name} ({model.code}) is no module of transformers or torchtitan, "
+            f"which alone are compiled or converted here; {_other_code(model)} leave both out.",
+            kind="torch.compile or float8 of a model that is none of transformers or torchtitan",
         )
     return values
 

@@ -21,6 +21,9 @@ from memplan.tape import Tensor
 TORCHTITAN: Final = "torchtitan_llama"
 """The key of values that say what torchtitan's module is made of."""
 
+FLOAT8: Final = "float8"
+"""The key beside a config.json's own, or torchtitan's sizes, under which torchao's recipe is."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

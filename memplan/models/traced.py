@@ -65,6 +65,8 @@ DTYPES: Final[Mapping[str, DType]] = {
         DType("int16", 2),
         DType("int8", 1),
         DType("complex128", 16),
+        DType("float8_e4m3fn", 1),
+        DType("float8_e5m2", 1),
     )
 }
 """The element types that a traced tensor may have."""
@@ -173,6 +175,7 @@ HOOKS: Final = get_args(HookKind)
 OPERANDS: Final[Mapping[ComputeKind, tuple[int, tuple[int, ...]]]] = {
     ComputeKind.MM: (2, (2,)),
     ComputeKind.BMM: (2, (3,)),
+    ComputeKind.SCALED_MM: (2, (2,)),
     ComputeKind.GROUPED_MM: (2, (2, 3)),
     ComputeKind.ATTENTION: (3, (4,)),
     ComputeKind.ATTENTION_BACKWARD: (3, (4,)),

@@ -46,6 +46,7 @@ class PlanOptions(TypedDict, total=False):
     engine: str
     fsdp_units: str | Iterable[str]
     compile: str | Iterable[str]
+    float8: str | Iterable[str]
     fsdp_blocks: int | Iterable[int]
     fsdp_version: int | Iterable[int]
     use_orig_params: bool | Iterable[bool]

@@ -1,5 +1,6 @@
 """How long what a record says is computed takes: each `memplan.record.Compute` on one GPU."""
 
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any, Final, final
@@ -67,12 +68,18 @@ class Operations:
     def _product_s(self, m: int, n: int, k: int, kind: ComputeKind) -> float:
         """Seconds of a product; convolutions in float32 are in TF32 where the GPU has it.
 
+        Casts before a product in float8 are kernels of their own.
+
         Source: torch.backends.cudnn, whose `allow_tf32` is True.
         """
         matmul = self.matmul
         if kind is ComputeKind.CONVOLUTION and matmul == "fp32" and self.gpu.tf32_flops_per_s:
             matmul = "tf32"
+        if kind is ComputeKind.SCALED_MM:
+            matmul = "fp8"
         curve, multiprocessors = curve_of(self.gpu, matmul)
+        if kind is ComputeKind.SCALED_MM:
+            curve = replace(curve, cast_us=0.0, cast_row_ns=0.0, cast_tb_per_s=0.0)
         found = product_us(curve, multiprocessors, ITEM_BYTES[matmul], m, n, k, least=self.least)
         return float(found) * 1e-6 / self.sustained
 

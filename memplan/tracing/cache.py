@@ -26,7 +26,7 @@ from memplan.errors import MemplanError, installed
 from memplan.files import file_text
 from memplan.mesh import Group, degrees_text
 from memplan.models.config import Config
-from memplan.models.torchtitan import TORCHTITAN
+from memplan.models.torchtitan import FLOAT8, TORCHTITAN
 from memplan.models.traced import LARGEST_TRACE_BYTES, Compiles, TracedModel, model_of_text
 
 MOST_BYTES: Final = 256 * 1024**2
@@ -35,7 +35,7 @@ MOST_BYTES: Final = 256 * 1024**2
 LOGGER: Final = logging.getLogger("memplan.tracing")
 """Told when a trace begins and when it ends; the command line shows it on a terminal."""
 
-PACKAGES: Final = ("torch", "transformers", "peft")
+PACKAGES: Final = ("torch", "transformers", "peft", "torchao")
 """The packages whose code is traced."""
 
 
@@ -90,7 +90,8 @@ def _traced(asked: Request) -> TracedModel:
         if sizes := config.value(TORCHTITAN, None):
             from memplan.tracing.factory import traced_from_sizes
 
-            found = traced_from_sizes(sizes, asked.device, asked.precisions, asked.compiles)
+            recipe = config.value(FLOAT8, "none")
+            found = traced_from_sizes(sizes, asked.device, asked.precisions, asked.compiles, recipe)
             return replace(found, config=asked.text)
         with installed(f"{asked.name}{degrees}" if mesh else "this architecture", "huggingface"):
             from memplan.tracing import huggingface

@@ -30,6 +30,7 @@ PLACES: Final[Mapping[Any, tuple[ComputeKind, slice]]] = {
     ATEN.addmm: (ComputeKind.MM, slice(1, 3)),
     ATEN.bmm: (ComputeKind.BMM, slice(2)),
     ATEN.baddbmm: (ComputeKind.BMM, slice(1, 3)),
+    ATEN._scaled_mm: (ComputeKind.SCALED_MM, slice(2)),
     ATEN._grouped_mm: (ComputeKind.GROUPED_MM, slice(2)),
     ATEN._scaled_dot_product_efficient_attention: _ATTENTION,
     ATEN._scaled_dot_product_flash_attention: _ATTENTION,

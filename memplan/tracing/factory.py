@@ -22,8 +22,9 @@ from memplan.models.traced import Compiles
 from memplan.tracing.cache import told
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.example import checked_example
+from memplan.tracing.float8 import with_float8
 from memplan.tracing.torchtitan import TorchtitanTransformer, token_loss
-from memplan.tracing.tracer import trace, traced
+from memplan.tracing.tracer import LENGTHS, trace, traced
 
 FORMS = (
     "(module, inputs), (module, args, kwargs), or a dict of memplan.trace's arguments: "
@@ -126,12 +127,16 @@ def _known_inputs(module: nn.Module, what: str) -> Any:
 
 
 def traced_from_sizes(
-    sizes: Mapping[str, Any], device: DeviceType, precisions: Sequence[str], compiles: Compiles | None
+    sizes: Mapping[str, Any],
+    device: DeviceType,
+    precisions: Sequence[str],
+    compiles: Compiles | None,
+    recipe: str = "none",
 ) -> TracedModel:
-    """The model of these sizes as its module runs it."""
+    """The model of these sizes as its module runs it, in float8 by a `recipe` of torchao if there is one."""
     model = TorchtitanLlama(**sizes)
-    tokens = torch.zeros(2, 64 if compiles is None else compiles.seq_len, dtype=torch.int64)
-    module = TorchtitanTransformer(model, tokens.shape[1])
+    tokens = torch.zeros(2, max(LENGTHS) if compiles is None else compiles.seq_len, dtype=torch.int64)
+    module = with_float8(TorchtitanTransformer(model, tokens.shape[1]), recipe)
     example = checked_example(module, tokens, token_loss, tokens)
     runs_on = torch.device("cpu") if device == "cpu" else CUDA
     return traced(example, runs_on, "blocks", precisions, None, model.name, compiles=compiles)

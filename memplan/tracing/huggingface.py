@@ -31,11 +31,13 @@ from memplan.errors import (
 from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
+from memplan.models.torchtitan import FLOAT8
 from memplan.models.traced import ZERO3, Compiles, TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.example import checked_example
+from memplan.tracing.float8 import with_float8
 from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
 
 LENGTH: Final = 704
@@ -95,7 +97,7 @@ def traced_from_config(
     own = {
         k: v
         for k, v in config.values.items()
-        if k not in (*NOT_READ, ADAPTERS, ZERO3) and not k.startswith("_")
+        if k not in (*NOT_READ, ADAPTERS, ZERO3, FLOAT8) and not k.startswith("_")
     }
     offline = patch.object(import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
     with installed(f"transformers' {class_name}", "huggingface"), without_remarks():
@@ -107,6 +109,7 @@ def traced_from_config(
             module = its_class._from_config(settings)
         if adapters := config.value(ADAPTERS, None):
             module = with_adapters(module, Adapters(**adapters), _of_products(precisions))
+        module = with_float8(module, config.value(FLOAT8, "none"))
         longest = _longest(settings)
         inputs = _inputs_of(task, settings, (mesh or {}).get("cp", 1))
         known = longest if "input_ids" in inputs else None

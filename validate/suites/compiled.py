@@ -1,5 +1,6 @@
 """Blocks under `torch.compile`: models of published sizes, alone and under FSDP2."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -46,12 +47,22 @@ def gpu_compiled(gpus: Gpus | None) -> tuple[Case, ...]:
     """
     if gpus is None:
         raise InvalidValue("gpu-compiled runs Inductor's kernels for GPUs; use --device nogpu.")
+    return cases_of(MODELS, gpus, compile="block")
+
+
+def cases_of(
+    models: Iterable[tuple[str, str, Iterable[dict[str, Any]]]], gpus: Gpus, **usual: Any
+) -> tuple[Case, ...]:
+    """One rank of each plan, of sequences of 8,192 tokens unless it says others, with these `usual` options.
+
+    `models`: names, whose code, and plans.
+    """
     found: list[Case] = []
-    for name, code, plans in MODELS:
+    for name, code, plans in models:
         model = implemented(preset(name), code)
         assert isinstance(model, Decoder)
         for options in plans:
-            plan = plan_of(**{"seq_len": 8192, "compile": "block", **options})
+            plan = plan_of(**{"seq_len": 8192, **usual, **options})
             of = f"{title(model, plan)}, {code}, {plan.global_batch} x {plan.seq_len}"
             case = Case(name=of, model=model, plan=plan, timeout_s=600.0)
             case = replace(case, device=gpus.device, gpu=gpus.known_as, steps=UNTIMED_STEPS)

@@ -23,6 +23,7 @@ from validate.suites.adapters import gpu_adapters
 from validate.suites.compiled import gpu_compiled
 from validate.suites.divided import gpu_divided
 from validate.suites.families import gpu_families
+from validate.suites.float8 import gpu_float8
 from validate.suites.models import in_small
 from validate.suites.optimizers import gpu_optimizers
 from validate.suites.wild import gpu_wild
@@ -464,6 +465,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-divided": gpu_divided,
     "gpu-adapters": gpu_adapters,
     "gpu-compiled": gpu_compiled,
+    "gpu-float8": gpu_float8,
     "gpu-optimizers": gpu_optimizers,
     "gpu-families": gpu_families,
 }

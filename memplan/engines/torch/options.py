@@ -13,6 +13,7 @@ FSDP_UNITS: Final = ("block", "block+ends", "model")
 BACKWARD_PREFETCHES: Final = ("pre", "post", "none")
 OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 COMPILES: Final = ("none", "block")
+FLOAT8: Final = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "no_sync")
 """The options of FullyShardedDataParallel alone."""
@@ -68,6 +69,15 @@ class TorchOptions:
             "torch.compile: each block on its own, as torchtitan does, or nothing",
             choices=COMPILES,
             word="compile",
+        ),
+    )
+    float8: str = described(
+        "none",
+        Choice(
+            "Products of linears but the head's in float8, by torchao's recipe of this name, as torchtitan's "
+            "quantize.linear.float8",
+            choices=FLOAT8,
+            word="float8",
         ),
     )
     optimizer_impl: str = described(

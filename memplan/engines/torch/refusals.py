@@ -426,7 +426,10 @@ def _check_adapters(model: Model, plan: Plan) -> None:
 
 
 NOT_COMPILED: Final = ("pp", "tp", "cp", "ep")
-"""Axes that have no rule beside compiled blocks."""
+"""Axes that have no rule beside compiled blocks, or float8."""
+
+OF_SCALED_MM: Final = 16
+"""What divides each dim of the operands of a product in float8."""
 
 
 def _check_compiled(model: Model, plan: Plan) -> None:
@@ -454,10 +457,49 @@ def _check_compiled(model: Model, plan: Plan) -> None:
             )
 
 
+def _check_float8(model: Model, plan: Plan) -> None:
+    """Raise for float8 of a model without a module, or beside what has no rule with it.
+
+    Source: aten/src/ATen/native/cuda/ScaledBlas.cpp (`_scaled_mm_cuda`).
+    """
+    recipe = torch_options(plan).float8
+    if recipe == "none":
+        return
+    module_values(model)
+    n_tokens = plan.micro_batch * plan.seq_len
+    if n_tokens % OF_SCALED_MM:
+        raise PlanRefused(
+            f"float8={recipe!r}: micro_batch={plan.micro_batch} x seq_len={plan.seq_len} = {n_tokens} tokens "
+            f"are no multiple of {OF_SCALED_MM}, as torch._scaled_mm demands; use seq_len="
+            f"{-(-plan.seq_len // OF_SCALED_MM) * OF_SCALED_MM}.",
+            kind="float8 of tokens that are no multiple of 16",
+        )
+    degrees = {axis: plan.mesh.size(axis) for axis in NOT_COMPILED}
+    not_modelled = (
+        *[(n > 1, f"{axis}={n}", f"{axis}=1") for axis, n in degrees.items()],
+        (plan.fsdp and torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (plan.ddp, f"zero={plan.zero}, dp={plan.dp}", "zero=2 or 3"),
+        (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
+        (
+            recipe != "tensorwise" and compiled_blocks(plan) is None,
+            "compile='none', which was compared with no run,",
+            "compile='block', or float8='tensorwise'",
+        ),
+        (plan.formats.compute != BF16, f"precision={plan.precision!r}", "precision='bf16-mixed' or 'bf16'"),
+    )
+    for asked, what, other in not_modelled:
+        if asked:
+            raise MissingRule(
+                f"float8={recipe!r} with {what} has no rule yet; use {other}, or float8='none'.",
+                kind=f"float8 with {what.partition('=')[0]}",
+            )
+
+
 def _check_recordings(model: Model, plan: Plan) -> None:
     """Raise for what no recording of a module's own passes says: it is traced, or will be."""
     divided, compiles = bool(plan.mesh.dividing) and not model.divides_itself, compiled_blocks(plan)
-    if isinstance(model, TracedModel) or divided or plan.adapters is not None or compiles:
+    float8 = torch_options(plan).float8 != "none"
+    if isinstance(model, TracedModel) or divided or plan.adapters is not None or compiles or float8:
         _raise_first(
             model,
             (
@@ -704,6 +746,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_divided,
     _check_adapters,
     _check_compiled,
+    _check_float8,
     _check_recordings,
     _check_traced,
     _check_recorded,
@@ -741,6 +784,19 @@ def check_device(plan: Plan, device: Device) -> None:
             f"optimizer={plan.optimizer!r} of bitsandbytes has rules on GPUs only; use adamw, or "
             "device='cuda'.",
             kind="an optimizer of bitsandbytes on CPU",
+        )
+    recipe = torch_options(plan).float8
+    is_nvidia = device.capability is not None
+    if recipe != "none" and (device.on_cpu or (is_nvidia and not device.at_least(8, 9))):
+        raise PlanRefused(
+            f"float8={recipe!r} multiplies by torch._scaled_mm, which GPUs of compute capability 8.9 or more "
+            "have (Ada, Hopper, Blackwell); use such a GPU, or float8='none'.",
+            kind="float8 on a device without products in float8",
+        )
+    if recipe.startswith("rowwise") and is_nvidia and not device.at_least(9):
+        raise MissingRule(
+            f"float8={recipe!r} has no rule before compute capability 9.0; use float8='tensorwise'.",
+            kind="rowwise float8 before Hopper",
         )
     sgd, fused = plan.optimizer in ("sgd", "sgd-momentum"), torch_options(plan).optimizer_impl == "fused"
     if device.on_cpu and plan.formats.stored == BF16 and sgd and fused:

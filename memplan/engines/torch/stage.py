@@ -36,7 +36,13 @@ Source: c10/cuda/CUDAStream.cpp (`kStreamsPerPool`), aten/src/ATen/core/ivalue_i
 def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
     """The model as a rank of the axes that divide it has it; one that is traced so is checked as any is."""
     found = divided(
-        model, plan.mesh.dividing, device.type, plan.precision, plan.adapters, compiled_blocks(plan)
+        model,
+        plan.mesh.dividing,
+        device.type,
+        plan.precision,
+        plan.adapters,
+        compiled_blocks(plan),
+        torch_options(plan).float8,
     )
     if found is not model:
         check_trace(found, plan)

@@ -44,6 +44,7 @@ from memplan.engines.torch.options import torch_options
 from memplan.models import Decoder
 from memplan.plan import Rank, stage_layers
 from memplan.shapes import DType
+from memplan.tracing.float8 import with_float8
 from memplan.units import MiB
 from validate.standin import WEIGHT_STD, WithResult, materialised, with_results
 from validate.systems.torch.compiled import compile_blocks
@@ -134,6 +135,7 @@ def parallel_module(
     A stage on `meta` gets its weights on `device`, or on the host under offload, after the tensor axis and
     before the data axis.
     """
+    with_float8(stage, torch_options(plan).float8)
     if not compile_blocks([stage.blocks], plan):
         stage.recompute, stage.recompute_blocks = plan.recompute, plan.recompute_blocks
     if plan.autocasts:

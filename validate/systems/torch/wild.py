@@ -37,6 +37,7 @@ from memplan.plan import Rank
 from memplan.shapes import FP32
 from memplan.tracing.context import as_trainer_divides, divided_sequences
 from memplan.tracing.divided import by_plan_of_transformers, dealt_out, is_of_experts
+from memplan.tracing.float8 import with_float8
 from memplan.tracing.torchtitan import kept_contexts
 from validate.cases import Divided
 from validate.standin import materialised
@@ -840,6 +841,7 @@ def wild_modules(
             EvenRouting(plan).of(module, device)
         elif plan.mesh.dividing and mesh is not None and hasattr(module, "_resolve_parallel_plans"):
             by_plan_of_transformers(module, mesh)
+        module = with_float8(module, torch_options(plan).float8)
         stacks, path = stacks_of(module, model), ""
         compiles = compile_blocks([one for one in module.modules() if list(one.children()) in stacks], plan)
         if compiles:

@@ -1,0 +1,44 @@
+"""Modules whose linears multiply in float8: torchao's own `Float8Linear`, as torchtitan converts them."""
+
+import logging
+from importlib import import_module
+from typing import Any, Final, cast
+
+from torch import nn
+
+from memplan.errors import installed
+from memplan.tracing.cache import setting
+
+MULTIPLE: Final = 16
+"""What divides each dim of the operands of `torch._scaled_mm`."""
+
+HEAD: Final = "head.output"
+"""The head of torchtitan's module here, whose name there is `output` (`filter_fqns`)."""
+
+
+def with_float8(module: nn.Module, recipe: str) -> nn.Module:
+    """The module with its linears but the head's converted by a recipe of torchao; as it is for "none".
+
+    Linears with a dim that is no multiple of 16 stay as they are.
+
+    Source: `torchao.float8:convert_to_float8_training`; torchtitan/components/quantization/float8.py
+    (`Float8LinearConverter`, `module_filter_utils`).
+
+    Raises:
+        MissingPackage: torchao is not installed.
+    """
+    if recipe == "none":
+        return module
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+
+    def converts(one: nn.Module, name: str) -> bool:
+        weight = cast(nn.Linear, one).weight
+        whole = all(n % MULTIPLE == 0 for n in weight.shape)
+        return whole and one is not head and name != HEAD
+
+    quiet = setting(lambda: logging.root.manager.disable, logging.disable, logging.WARNING)
+    with installed("float8", "float8"), quiet:  # of C++ extensions for other releases, which are not called
+        torchao: Any = import_module("torchao.float8")
+        config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+        found = torchao.convert_to_float8_training(module, config=config, module_filter_fn=converts)
+    return cast(nn.Module, found)

@@ -1,0 +1,76 @@
+"""Products in float8 by torchao's linears: planned without a GPU, and refused beside what has no rule."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+import memplan
+from memplan import MissingRule, PlanRefused
+from memplan.hardware import gpu
+from memplan.models import Llama, implemented
+from memplan.record import ComputeKind
+from memplan.time.operations import operations_of
+
+pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+
+TINY: dict[str, Any] = {
+    "name": "tiny", "d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 96,
+    "vocab_size": 128, "max_seq_len": 256,
+}  # fmt: skip
+ALONE: dict[str, Any] = {"float8": "tensorwise", "precision": "bf16", "seq_len": 256}
+
+
+def tiny(implementation):
+    return implemented(Llama(**TINY), implementation)
+
+
+@pytest.mark.parametrize("code", ["torchtitan", "huggingface"])
+def test_states_stay_as_they_are_and_eager_code_saves_in_bfloat16(code):
+    with_, without = (
+        memplan.estimate(tiny(code), **{**ALONE, "float8": float8}) for float8 in ("tensorwise", "none")
+    )
+    assert with_.worst.states == without.worst.states
+    assert with_.peak.activations_bytes >= without.peak.activations_bytes
+
+
+def test_compiled_blocks_in_float8_hold_less_than_eager_ones():
+    compiled, eager = (
+        memplan.estimate(tiny("torchtitan"), **ALONE, compile=how) for how in ("block", "none")
+    )
+    assert compiled.peak.total_bytes < eager.peak.total_bytes
+
+
+def test_a_product_in_float8_takes_less_time_than_one_in_bfloat16():
+    operations = operations_of(gpu("h100-sxm"), "bf16", False, False)
+    sizes = 8192, 14336, 4096
+    seconds = [operations._product_s(*sizes, kind) for kind in (ComputeKind.SCALED_MM, ComputeKind.MM)]
+    assert 0.4 < seconds[0] / seconds[1] < 0.8
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"tp": 2}, MissingRule, "float8='tensorwise' with tp=2 has no rule yet; use tp=1, or float8='none'"),
+    ({"dp": 2}, MissingRule, "float8='tensorwise' with zero=0, dp=2 has no rule yet; use zero=2 or 3"),
+    ({"precision": "fp32"}, MissingRule, "precision='fp32' has no rule yet; use precision='bf16-mixed'"),
+    ({"float8": "rowwise"}, MissingRule, "use compile='block', or float8='tensorwise'"),
+    ({"seq_len": 250}, PlanRefused, "250 tokens are no multiple of 16, .*; use seq_len=256"),
+    ({"cluster": "1xa100-80-sxm"}, PlanRefused, "compute capability 8.9 or more"),
+    (
+        {"cluster": "1xl40s", "float8": "rowwise", "compile": "block"},
+        MissingRule,
+        "before compute capability 9.0",
+    ),
+    ({"device": "cpu"}, PlanRefused, "such a GPU, or float8='none'"),
+    ({"implementation": "reference"}, MissingRule, "no module of .*; use implementation='huggingface', or"),
+]
+
+
+@pytest.mark.parametrize("asked, error, text", REFUSED, ids=[text for *_, text in REFUSED])
+def test_what_has_no_rule_beside_float8_is_refused(asked, error, text):
+    with pytest.raises(error, match=text):
+        memplan.estimate("llama-3.2-1b", **{**ALONE, **asked})
+
+
+def test_files_name_no_float8():
+    with pytest.raises(PlanRefused, match="float8='tensorwise': linears are converted by the code"):
+        memplan.estimate(tiny("torchtitan"), **ALONE).export("torchrun")

@@ -1,0 +1,50 @@
+"""Products in float8: models of published sizes, eager and compiled, alone and under FSDP2 and HSDP."""
+
+from typing import Any, Final
+
+from memplan.errors import InvalidValue
+from validate.cases import Case
+from validate.gpus import Gpus
+from validate.suites.compiled import cases_of
+
+TENSORWISE: Final = {"float8": "tensorwise"}
+ROWWISE: Final = {"float8": "rowwise"}
+WITH_GW_HP: Final = {"float8": "rowwise_with_gw_hp"}
+COMPILED: Final = {"compile": "block"}
+
+SHARDED: Final[tuple[dict[str, Any], ...]] = (
+    {"dp": 8, "zero": 3, "seq_len": 4096, **TENSORWISE},
+    {"dp": 4, "dp_replicate": 2, "zero": 3, "seq_len": 2048, "micro_batch": 2, **TENSORWISE},
+    {"dp": 8, "zero": 3, "recompute": "selective", "clip_grad_norm": 1.0, **COMPILED, **TENSORWISE},
+    {"dp": 8, "zero": 3, "seq_len": 4096, **COMPILED, **ROWWISE},
+    {"dp": 64, "zero": 3, "recompute": "selective", "micro_batch": 2, **COMPILED, **TENSORWISE},
+    {"dp": 8, "zero": 3, "recompute": "full", **COMPILED, **WITH_GW_HP},
+)
+"""One rank of 8 or 64 under FSDP2."""
+
+ALONE: Final[tuple[dict[str, Any], ...]] = (
+    {"precision": "bf16", "seq_len": 4096, **TENSORWISE},
+    {"seq_len": 2048, "recompute": "full", **TENSORWISE},
+    {"precision": "bf16", "seq_len": 4096, **COMPILED, **TENSORWISE},
+    {"precision": "bf16", "seq_len": 2048, "recompute": "selective", **COMPILED, **ROWWISE},
+)
+"""One GPU; the second one under autocast."""
+
+MODELS: Final = (
+    ("llama-3-8b", "torchtitan", SHARDED),
+    ("llama-3.2-3b", "torchtitan", ALONE),
+    ("llama-3-8b", "huggingface", [SHARDED[0], SHARDED[2]]),
+    ("qwen3-4b", "huggingface", [ALONE[0], ALONE[3]]),
+)
+"""Models, whose code, and plans."""
+
+
+def gpu_float8(gpus: Gpus | None) -> tuple[Case, ...]:
+    """One rank of each plan, as a GPU or a GPU that is not there runs it.
+
+    Raises:
+        InvalidValue: without a GPU, as products in float8 are a GPU's here.
+    """
+    if gpus is None:
+        raise InvalidValue("gpu-float8 multiplies in float8 as GPUs do; use --device nogpu.")
+    return cases_of(MODELS, gpus)
