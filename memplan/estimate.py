@@ -804,6 +804,8 @@ def estimate(
             overlap_p2p_comm_warmup_flush: interleaved stages receive ahead in warm-up and flush too.
             recompute_modules: what selective recomputation computes again, as "mla_up_proj,moe_act".
             gradient_accumulation_fusion: matrix products add weights' gradients to main_grad themselves.
+            masked_softmax_fusion: Megatron's own attention masks scores by Apex's softmax.
+            attention_softmax_in_fp32: PyTorch's softmax in its place is in float32.
             accumulate_allreduce_grads_in_fp32: main_grad in float32 under fp16, as always under bf16.
             overlap_grad_reduce: Megatron reduces gradients in buckets beside the backward pass.
             overlap_param_gather: its distributed optimizer gathers weights beside the forward pass.

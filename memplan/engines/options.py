@@ -68,6 +68,8 @@ class EngineOptions(TypedDict, total=False):
     overlap_p2p_comm_warmup_flush: bool
     recompute_modules: str
     gradient_accumulation_fusion: bool
+    masked_softmax_fusion: bool
+    attention_softmax_in_fp32: bool
     accumulate_allreduce_grads_in_fp32: bool
     overlap_grad_reduce: bool
     overlap_param_gather: bool

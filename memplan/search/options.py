@@ -86,6 +86,8 @@ class PlanOptions(TypedDict, total=False):
     overlap_p2p_comm_warmup_flush: bool | Iterable[bool]
     recompute_modules: str
     gradient_accumulation_fusion: bool | Iterable[bool]
+    masked_softmax_fusion: bool | Iterable[bool]
+    attention_softmax_in_fp32: bool | Iterable[bool]
     accumulate_allreduce_grads_in_fp32: bool | Iterable[bool]
     overlap_grad_reduce: bool | Iterable[bool]
     overlap_param_gather: bool | Iterable[bool]

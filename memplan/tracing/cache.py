@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -121,6 +122,18 @@ def setting(get: Callable[[], Any], put: Callable[[Any], object], value: Any) ->
         yield
     finally:
         put(before)
+
+
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """A block in which nobody is told what other packages' imports say.
+
+    transformers warns of progress bars in notebooks, torchao of C++ extensions that nothing here calls.
+    """
+    quiet = setting(lambda: logging.root.manager.disable, logging.disable, logging.WARNING)
+    with warnings.catch_warnings(), quiet:
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        yield
 
 
 def no_collection() -> AbstractContextManager[None]:

@@ -1,13 +1,12 @@
 """Modules whose linears multiply in float8: torchao's own `Float8Linear`, as torchtitan converts them."""
 
-import logging
 from importlib import import_module
 from typing import Any, Final, cast
 
 from torch import nn
 
 from memplan.errors import installed
-from memplan.tracing.cache import setting
+from memplan.tracing.cache import without_remarks
 
 MULTIPLE: Final = 16
 """What divides each dim of the operands of `torch._scaled_mm`."""
@@ -36,8 +35,7 @@ def with_float8(module: nn.Module, recipe: str) -> nn.Module:
         whole = all(n % MULTIPLE == 0 for n in weight.shape)
         return whole and one is not head and name != HEAD
 
-    quiet = setting(lambda: logging.root.manager.disable, logging.disable, logging.WARNING)
-    with installed("float8", "float8"), quiet:  # of C++ extensions for other releases, which are not called
+    with installed("float8", "float8"), without_remarks():
         torchao: Any = import_module("torchao.float8")
         config = torchao.Float8LinearConfig.from_recipe_name(recipe)
         found = torchao.convert_to_float8_training(module, config=config, module_filter_fn=converts)

@@ -4,9 +4,7 @@ The file says sizes only: code that it names (`auto_map`) is never fetched or ru
 """
 
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
 from unittest.mock import patch
@@ -34,6 +32,7 @@ from memplan.models.config import Config
 from memplan.models.torchtitan import FLOAT8
 from memplan.models.traced import ZERO3, Compiles, TracedModel
 from memplan.tracing.adapters import with_adapters
+from memplan.tracing.cache import without_remarks
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.example import checked_example
@@ -142,14 +141,6 @@ def _of_products(precisions: Sequence[str]) -> torch.dtype:
     weights, autocast = RUNS[precisions[0]][0]
     found: torch.dtype = getattr(torch, autocast or weights)
     return found
-
-
-@contextmanager
-def without_remarks() -> Iterator[None]:
-    """A block in which nobody is told what transformers' own imports say of progress bars in notebooks."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="IProgress not found")
-        yield
 
 
 def inputs_of(module: nn.Module, cp: int = 1) -> Mapping[str, Tensor] | None:
