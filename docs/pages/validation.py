@@ -22,6 +22,7 @@ SUITES: Final = {
     "fsdp1": "FullyShardedDataParallel",
     "adapters": "LoRA and QLoRA by PEFT and bitsandbytes",
     "compiled": "blocks under torch.compile",
+    "float8": "linears in float8 by torchao",
     "optimizers": "Muon, and bitsandbytes' optimizers",
     "deepspeed": "DeepSpeed's ZeRO-0 to 3",
     "fullsize": "single ranks at true size, on tensors without data",
