@@ -160,6 +160,7 @@ def _table(a: Estimate, b: Estimate) -> str:
     rows += [
         (part.removesuffix("_s"), *_seconds(of_a.get(part), of_b.get(part)))
         for part in dict.fromkeys((*of_a, *of_b))
+        if of_a.get(part) or of_b.get(part)
     ]
     if of_a or of_b:
         rows.append(("step", *_seconds(a.step_s, b.step_s)))
