@@ -239,7 +239,7 @@ def with_equal_blocks(before, n_bytes, n, after, limit_bytes, *, counted: bool) 
         said += [allocator.malloc(each, stream).address for each, stream, _ in after]
     except OutOfMemory as error:
         said.append(str(error))
-    return [*said, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, allocator.cached]
+    return [*said, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, sorted(allocator.cached)]
 
 
 @given(before=REQUESTS, n_bytes=SIZES, n=st.integers(0, 150), after=REQUESTS, quarters=st.integers(0, 4))
