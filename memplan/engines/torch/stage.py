@@ -259,13 +259,23 @@ class RankStages:
         """The same stages on the data-parallel rank that holds most; without ZeRO-1 that is the first."""
         if self.owned is None:
             return self
-        sizes = [sum(map(self._state_bytes, owned)) for owned in self.partition]
+        kept, matrices, itemsize = self.plan.kept, self.matrices, self.weight_dtype.itemsize
+        of_matrix, per_element = (
+            len(names) * itemsize for names in (kept.moments, kept.others or kept.moments)
+        )
+        per_tensor = FP32.itemsize * self.counts_steps
+        sizes = [
+            sum(
+                [
+                    p.n_elements * of_matrix
+                    if matrices and p in matrices
+                    else p.n_elements * per_element + per_tensor
+                    for p in owned
+                ]
+            )
+            for owned in self.partition
+        ]
         return self.at(dp=sizes.index(max(sizes)))
-
-    def _state_bytes(self, parameter: Parameter) -> int:
-        """Bytes of the optimizer's state of a whole parameter on the device that updates it."""
-        steps_bytes = FP32.itemsize * (self.counts_steps and self.has_step(parameter))
-        return sum([moment.n_bytes for moment in self.moments(parameter)]) + steps_bytes
 
     @cached_property
     def matrices(self) -> frozenset[Parameter]:
@@ -285,6 +295,8 @@ class RankStages:
         Muon's matrices and the rest have an optimizer each.
         """
         every, matrices = self.trained_parameters(), self.matrices
+        if not matrices:
+            return zero_redundancy_partition(tuple(every), self.plan.dp)
         apart = [[p for p in every if (p in matrices) is inside] for inside in (True, False)]
         found = [zero_redundancy_partition(tuple(part), self.plan.dp) for part in apart]
         return [[*first, *others] for first, others in zip(*found, strict=True)]
