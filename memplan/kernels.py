@@ -13,6 +13,9 @@ from memplan.shapes import DType, Shape
 Release = tuple[int, int]
 """A release of PyTorch."""
 
+SCALED_MM_MULTIPLE: Final = 16
+"""What divides each dim of the operands of `torch._scaled_mm`."""
+
 ALIGNED_BYTES: Final = 256
 """CUB aligns each of its arrays to this."""
 

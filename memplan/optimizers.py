@@ -26,7 +26,8 @@ class Kept(NamedTuple):
 
     Attributes:
         moments: the tensors, as its code names them.
-        others: those of the weights that it leaves to AdamW, all but matrices of blocks; None: it has none.
+        others: AdamW's tensors for the weights that Muon does not update, all but the blocks' matrices.
+            None: one optimizer updates all weights.
         bits: of an element of them, by bitsandbytes; None: by PyTorch, in the weight's type.
         paged: large ones are in memory that CUDA moves between GPU and host.
     """

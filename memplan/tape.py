@@ -11,7 +11,7 @@ Source: torch/csrc/autograd/engine.cpp (`evaluate_function`), torch/csrc/autogra
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, cast
 
@@ -205,8 +205,17 @@ class Node:
 
     def computes(self, kind: ComputeKind, operands: tuple[Shape, ...], *inputs: int) -> None:
         """Say what computed its output; `inputs`: the input that each operand is, of attention's kernel 0."""
-        products = gradient_products(kind, operands)
-        self.products = tuple([(i, *one) for i, one in zip(inputs, products, strict=True)])
+        self.computes_all((kind, operands, inputs))
+
+    def computes_all(self, *computed: tuple[ComputeKind, tuple[Shape, ...], tuple[int, ...]]) -> None:
+        """Say all that computed its output, as `computes` does one of them."""
+        self.products = tuple(
+            [
+                (i, *one)
+                for kind, operands, inputs in computed
+                for i, one in zip(inputs, gradient_products(kind, operands), strict=True)
+            ]
+        )
 
     def unpacked(self) -> Saved:
         """The saved tensors; recomputed ones are handed over, others stay until the node has run.
@@ -448,7 +457,10 @@ class Tape:
 
     @contextmanager
     def by_products(self) -> Iterator[None]:
-        """What is allocated within is written by products, or by nothing: no kernel beside them moves it."""
+        """A block whose new tensors are outputs of matrix products, or unwritten.
+
+        They add neither memory traffic nor a kernel: the products' own time counts both.
+        """
         moved = self.moved_bytes, self.n_kernels
         yield
         self.moved_bytes, self.n_kernels = moved
@@ -721,10 +733,9 @@ class Tape:
         replaying, region = self._replaying, self._region
         if replaying is not None and replaying.selective and not again:
             return replaying.saved_outputs.popleft()
-        moved = self.moved_bytes, self.n_kernels
-        outputs = compute()
+        with nullcontext() if kind is None else self.by_products():
+            outputs = compute()
         if kind is not None:
-            self.moved_bytes, self.n_kernels = moved
             self.computed(kind, operands, outputs[0].shape, outputs[0].dtype)
         if region is not None and region.selective and not again:
             _mark_saved(outputs)

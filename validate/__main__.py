@@ -600,8 +600,8 @@ def compare_published(file: Path | None, as_json: bool, engine: str) -> None:
             return
         click.echo(megatron.table(found))
         if file is None:
-            rest = [row for row in megatron_times.read_rows() if not megatron_times.chose_the_host(row)]
-            click.echo(f"\n{megatron_times.table(map(megatron_times.timed, rest))}")
+            timed = map(megatron_times.timed, megatron_times.kept_back())
+            click.echo(f"\n{megatron_times.table(timed)}")
         return
     rows = [published.compared(row) for row in published.read_rows(file or published.ROWS)]
     if as_json:

@@ -1,7 +1,7 @@
 """Published seconds of Megatron's steps beside memplan's: `data/published/megatron_times.csv`."""
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from statistics import median
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -10,7 +10,7 @@ from memplan.estimate import estimate
 from memplan.files import file_text
 from memplan.launchers.megatron import Arguments
 from memplan.text_tables import text_table
-from validate.published import rank_correlation
+from validate.published import order_text
 from validate.shipped import data_folder
 
 ROWS: Final = data_folder() / "published" / "megatron_times.csv"
@@ -46,6 +46,11 @@ def read_rows() -> list[dict[str, str]]:
 def chose_the_host(row: dict[str, str]) -> bool:
     """Whether a row is one of the third that chose the rate of `memplan/time/host.toml`."""
     return row["row_id"].startswith("vtrain") and crc32(row["row_id"].encode()) % 3 == 0
+
+
+def kept_back() -> list[dict[str, str]]:
+    """The rows that chose no rate."""
+    return [row for row in read_rows() if not chose_the_host(row)]
 
 
 def timed(row: dict[str, str]) -> Timed:
@@ -86,10 +91,6 @@ def table(rows: Iterable[Timed]) -> str:
     cells = [("step times that chose no rate", "rows", "median", "largest", "in order")]
     for source, its in by_source.items():
         errors = [abs(row.error) for row in its]
-        cells.append((source, str(len(its)), f"{median(errors):.1%}", f"{max(errors):.1%}", _order(its)))
+        order = order_text([(row.predicted_s, row.published_s) for row in its])
+        cells.append((source, str(len(its)), f"{median(errors):.1%}", f"{max(errors):.1%}", order))
     return text_table(cells, "<>>>>", flexible=[0])
-
-
-def _order(rows: Sequence[Timed]) -> str:
-    found = rank_correlation([(row.predicted_s, row.published_s) for row in rows])
-    return "" if found is None else f"{found:.2f}"

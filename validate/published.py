@@ -436,7 +436,12 @@ def _times(rows: Iterable[Compared]) -> str:
 
 
 def _order(rows: Sequence[Compared]) -> str:
-    found = rank_correlation([(c.predicted_s, c.published_s) for c in rows])
+    return order_text([(c.predicted_s, c.published_s) for c in rows])
+
+
+def order_text(pairs: Sequence[tuple[float | None, float | None]]) -> str:
+    """The rank correlation as a cell of a table; empty for fewer than three rows."""
+    found = rank_correlation(pairs)
     return "" if found is None else f"{found:.2f}"
 
 

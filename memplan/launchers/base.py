@@ -20,6 +20,12 @@ from memplan.version import version
 OF_FSDP1: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "no_sync")
 """Options that mean nothing beside FSDP2."""
 
+CHANGES_MODULES: Final = {
+    "compile": "what memplan exports runs blocks as they are",
+    "float8": "linears are converted by the code that trains them",
+}
+"""Options that change the modules, which no launcher is told, and why."""
+
 LARGEST_FILE_BYTES: Final = 1024**2
 """A configuration is a few KiB; a larger file is taken for a mistake."""
 
@@ -213,13 +219,12 @@ def limits(job: Job, to: str) -> tuple[Limit, ...]:
         others = dict.fromkeys([name for name in told if name in OF_FSDP1])
         why = "fsdp_version=1: what memplan exports is FSDP2 (fully_shard)"
         return Limit(why, {"fsdp_version": None, **others}), *launcher.limits(job)
-    if told.get("compile", "none") != "none":
-        why = f"compile={told['compile']!r}: what memplan exports runs blocks as they are"
-        return Limit(why, {"compile": None}), *launcher.limits(job)
-    if told.get("float8", "none") != "none":
-        why = f"float8={told['float8']!r}: linears are converted by the code that trains them"
-        return Limit(why, {"float8": None}), *launcher.limits(job)
-    return tuple(launcher.limits(job))
+    changed = [
+        Limit(f"{option}={told[option]!r}: {why}", {option: None})
+        for option, why in CHANGES_MODULES.items()
+        if option in told
+    ]
+    return *changed, *launcher.limits(job)
 
 
 def _nearest(job: Job, to: str, found: tuple[Limit, ...]) -> str | None:

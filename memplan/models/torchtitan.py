@@ -22,7 +22,7 @@ TORCHTITAN: Final = "torchtitan_llama"
 """The key of values that say what torchtitan's module is made of."""
 
 FLOAT8: Final = "float8"
-"""The key beside a config.json's own, or torchtitan's sizes, under which torchao's recipe is."""
+"""The key that names torchao's recipe, beside the keys of a config.json or torchtitan's sizes."""
 
 
 @final

@@ -75,10 +75,10 @@ class Operations:
         matmul = self.matmul
         if kind is ComputeKind.CONVOLUTION and matmul == "fp32" and self.gpu.tf32_flops_per_s:
             matmul = "tf32"
-        if kind is ComputeKind.SCALED_MM:
-            matmul = "fp8"
+        is_scaled = kind is ComputeKind.SCALED_MM
+        matmul = "fp8" if is_scaled else matmul
         curve, multiprocessors = curve_of(self.gpu, matmul)
-        if kind is ComputeKind.SCALED_MM:
+        if is_scaled:
             curve = replace(curve, cast_us=0.0, cast_row_ns=0.0, cast_tb_per_s=0.0)
         found = product_us(curve, multiprocessors, ITEM_BYTES[matmul], m, n, k, least=self.least)
         return float(found) * 1e-6 / self.sustained

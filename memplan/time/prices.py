@@ -17,11 +17,11 @@ from memplan.record import CollectiveKind, Compute
 from memplan.time.collectives import Line, best_bytes_per_s, crosses_nodes, lines, ranks_in_a_node
 from memplan.time.operations import operations_of
 
-HOST: Final = "time/host.toml"
-"""The table of how long hosts take to issue a kernel."""
-
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+HOST: Final = "time/host.toml"
+"""The table of how long hosts take to issue a kernel."""
 
 Quantity: TypeAlias = "float | npt.NDArray[Any]"
 """A number, or one for each of many plans."""

@@ -6,10 +6,8 @@ from typing import Any, Final, cast
 from torch import nn
 
 from memplan.errors import installed
+from memplan.kernels import SCALED_MM_MULTIPLE
 from memplan.tracing.cache import without_remarks
-
-MULTIPLE: Final = 16
-"""What divides each dim of the operands of `torch._scaled_mm`."""
 
 HEAD: Final = "head.output"
 """The head of torchtitan's module here, whose name there is `output` (`filter_fqns`)."""
@@ -32,7 +30,7 @@ def with_float8(module: nn.Module, recipe: str) -> nn.Module:
 
     def converts(one: nn.Module, name: str) -> bool:
         weight = cast(nn.Linear, one).weight
-        whole = all(n % MULTIPLE == 0 for n in weight.shape)
+        whole = all(n % SCALED_MM_MULTIPLE == 0 for n in weight.shape)
         return whole and one is not head and name != HEAD
 
     with installed("float8", "float8"), without_remarks():

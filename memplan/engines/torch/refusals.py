@@ -15,6 +15,7 @@ from memplan.engines.torch.options import (
     weight_dtype,
 )
 from memplan.errors import MissingRule, PlanRefused, divisors_text
+from memplan.kernels import SCALED_MM_MULTIPLE
 from memplan.models import Model, TracedModel, ends_are_tied, not_adapted, not_divided, not_divided_so
 from memplan.models.lookup import module_values
 from memplan.models.traced import Ends
@@ -299,36 +300,29 @@ def _check_muon(model: Model, plan: Plan) -> None:
             "parameters whereas we found a parameter with size: ...); use adamw, or zero=0 or 1.",
             kind="Muon of flat parameters, which are no matrices",
         )
-    impl = torch_options(plan).optimizer_impl
-    not_modelled = (
-        (plan.tp > 1, f"tp={plan.tp}"),
-        (plan.ep > 1, f"ep={plan.ep}"),
-        (plan.fsdp, f"zero={plan.zero}"),
-        (plan.formats.loss_scaled, f"precision={plan.precision!r}"),
-        (impl != "default", f"optimizer_impl={impl!r}"),
-    )
-    for what in [what for asked, what in not_modelled if asked]:
-        raise MissingRule(
-            f"optimizer={plan.optimizer!r} with {what} has no rule yet; leave one of them out, or use adamw.",
-            kind=f"Muon with {what.partition('=')[0]}",
-        )
+    _check_beside_optimizer(plan, "Muon", (plan.ep > 1, f"ep={plan.ep}"), (plan.fsdp, f"zero={plan.zero}"))
 
 
 def _check_bitsandbytes(model: Model, plan: Plan) -> None:
     """Raise for what has no rule beside bitsandbytes' optimizers."""
     if plan.kept.bits is None:
         return
+    _check_beside_optimizer(plan, "an optimizer of bitsandbytes", (plan.zero > 0, f"zero={plan.zero}"))
+
+
+def _check_beside_optimizer(plan: Plan, whose: str, *own: tuple[bool, str]) -> None:
+    """Raise for what has no rule beside an optimizer other than SGD and Adam; `own`: its further rows."""
     impl = torch_options(plan).optimizer_impl
     not_modelled = (
         (plan.tp > 1, f"tp={plan.tp}"),
-        (plan.zero > 0, f"zero={plan.zero}"),
+        *own,
         (plan.formats.loss_scaled, f"precision={plan.precision!r}"),
         (impl != "default", f"optimizer_impl={impl!r}"),
     )
     for what in [what for asked, what in not_modelled if asked]:
         raise MissingRule(
             f"optimizer={plan.optimizer!r} with {what} has no rule yet; leave one of them out, or use adamw.",
-            kind=f"an optimizer of bitsandbytes with {what.partition('=')[0]}",
+            kind=f"{whose} with {what.partition('=')[0]}",
         )
 
 
@@ -428,33 +422,43 @@ def _check_adapters(model: Model, plan: Plan) -> None:
 NOT_COMPILED: Final = ("pp", "tp", "cp", "ep")
 """Axes that have no rule beside compiled blocks, or float8."""
 
-OF_SCALED_MM: Final = 16
-"""What divides each dim of the operands of a product in float8."""
-
 
 def _check_compiled(model: Model, plan: Plan) -> None:
     """Raise for compiled blocks of a model without a module, or beside what has no rule with them."""
     if torch_options(plan).compile == "none":
         return
     module_values(model)
+    under_autocast = (
+        plan.autocasts,
+        f"precision={plan.precision!r} under autocast (zero={plan.zero})",
+        "precision='bf16', or zero=2 or 3, where FSDP2 casts",
+    )
+    order = ": the order in which DDP reduces"
+    _check_beside_modules(plan, "compile", "torch.compile", under_autocast, of_ddp=order)
+
+
+def _check_beside_modules(
+    plan: Plan, option: str, kind: str, *own: tuple[bool, str, str], of_ddp: str = ""
+) -> None:
+    """Raise for what has no rule beside an option that changes the modules.
+
+    `own`: the option's further rows: whether it is asked for, what, and what to use; `of_ddp`: what of DDP.
+    """
+    options = torch_options(plan)
     degrees = {axis: plan.mesh.size(axis) for axis in NOT_COMPILED}
     not_modelled = (
         *[(n > 1, f"{axis}={n}", f"{axis}=1") for axis, n in degrees.items()],
-        (torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
-        (plan.ddp, f"zero={plan.zero}, dp={plan.dp}: the order in which DDP reduces", "zero=2 or 3"),
+        (options.fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (plan.ddp, f"zero={plan.zero}, dp={plan.dp}{of_ddp}", "zero=2 or 3"),
         (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
-        (
-            plan.autocasts,
-            f"precision={plan.precision!r} under autocast (zero={plan.zero})",
-            "precision='bf16', or zero=2 or 3, where FSDP2 casts",
-        ),
+        *own,
     )
-    for asked, what, other in not_modelled:
-        if asked:
-            raise MissingRule(
-                f"compile='block' with {what} has no rule yet; use {other}, or compile='none'.",
-                kind=f"torch.compile with {what.partition('=')[0]}",
-            )
+    for what, other in [(what, other) for asked, what, other in not_modelled if asked]:
+        raise MissingRule(
+            f"{option}={getattr(options, option)!r} with {what} has no rule yet; use {other}, or "
+            f"{option}='none'.",
+            kind=f"{kind} with {what.partition('=')[0]}",
+        )
 
 
 def _check_float8(model: Model, plan: Plan) -> None:
@@ -467,19 +471,17 @@ def _check_float8(model: Model, plan: Plan) -> None:
         return
     module_values(model)
     n_tokens = plan.micro_batch * plan.seq_len
-    if n_tokens % OF_SCALED_MM:
+    if n_tokens % SCALED_MM_MULTIPLE:
         raise PlanRefused(
             f"float8={recipe!r}: micro_batch={plan.micro_batch} x seq_len={plan.seq_len} = {n_tokens} tokens "
-            f"are no multiple of {OF_SCALED_MM}, as torch._scaled_mm demands; use seq_len="
-            f"{-(-plan.seq_len // OF_SCALED_MM) * OF_SCALED_MM}.",
+            f"are no multiple of {SCALED_MM_MULTIPLE}, as torch._scaled_mm demands; use seq_len="
+            f"{-(-plan.seq_len // SCALED_MM_MULTIPLE) * SCALED_MM_MULTIPLE}.",
             kind="float8 of tokens that are no multiple of 16",
         )
-    degrees = {axis: plan.mesh.size(axis) for axis in NOT_COMPILED}
-    not_modelled = (
-        *[(n > 1, f"{axis}={n}", f"{axis}=1") for axis, n in degrees.items()],
-        (plan.fsdp and torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
-        (plan.ddp, f"zero={plan.zero}, dp={plan.dp}", "zero=2 or 3"),
-        (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
+    _check_beside_modules(
+        plan,
+        "float8",
+        "float8",
         (
             recipe != "tensorwise" and compiled_blocks(plan) is None,
             "compile='none', which was compared with no run,",
@@ -487,12 +489,6 @@ def _check_float8(model: Model, plan: Plan) -> None:
         ),
         (plan.formats.compute != BF16, f"precision={plan.precision!r}", "precision='bf16-mixed' or 'bf16'"),
     )
-    for asked, what, other in not_modelled:
-        if asked:
-            raise MissingRule(
-                f"float8={recipe!r} with {what} has no rule yet; use {other}, or float8='none'.",
-                kind=f"float8 with {what.partition('=')[0]}",
-            )
 
 
 def _check_recordings(model: Model, plan: Plan) -> None:

@@ -21,7 +21,7 @@ from memplan.engines.torch.sharding import (
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided
-from memplan.optimizers import LEAST_OF_8_BITS, LEAST_PAGED, MAP, SCALED
+from memplan.optimizers import ADAM, LEAST_OF_8_BITS, LEAST_PAGED, MAP, SCALED
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Shape, buffer_of
 from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
@@ -264,17 +264,13 @@ class RankStages:
             len(names) * itemsize for names in (kept.moments, kept.others or kept.moments)
         )
         per_tensor = FP32.itemsize * self.counts_steps
-        sizes = [
-            sum(
-                [
-                    p.n_elements * of_matrix
-                    if matrices and p in matrices
-                    else p.n_elements * per_element + per_tensor
-                    for p in owned
-                ]
-            )
-            for owned in self.partition
-        ]
+
+        def state_bytes(parameter: Parameter) -> int:
+            if matrices and parameter in matrices:
+                return parameter.n_elements * of_matrix
+            return parameter.n_elements * per_element + per_tensor
+
+        sizes = [sum(map(state_bytes, owned)) for owned in self.partition]
         return self.at(dp=sizes.index(max(sizes)))
 
     @cached_property
@@ -385,7 +381,7 @@ class RankStages:
     @property
     def is_adam(self) -> bool:
         """Whether PyTorch's Adam updates the weights, or the ones that are left to it."""
-        return self.plan.optimizer in ("adam", "adamw", "muon")
+        return ADAM in (self.plan.kept.moments, self.plan.kept.others)
 
     def has_step(self, parameter: Parameter) -> bool:
         """Whether Adam updates a parameter, and so counts its steps."""

@@ -296,19 +296,18 @@ def unfused_attention(qkv: Qkv, heads: Heads, p: float, config: TransformerConfi
     heads_of_all, d_head, d_value, last = batch * n, shapes[0][-1], v_shape[-1], len(y.node.inputs) - 1
     of_scores = (heads_of_all, seq, d_head), (heads_of_all, d_head, seq)
     of_values = (heads_of_all, seq, seq), (heads_of_all, seq, d_value)
-    products: list[tuple[int, ComputeKind, tuple[Shape, ...]]] = []
-    for operands, inputs in ((of_scores, (0, min(1, last))), (of_values, (0, last))):
+    for operands in (of_scores, of_values):
         tape.computed(ComputeKind.BMM, operands, (heads_of_all, seq, operands[1][-1]), dtype)
-        y.node.computes(ComputeKind.BMM, operands, *inputs)
-        products += y.node.products
-    y.node.products = tuple(products)
+    y.node.computes_all(
+        (ComputeKind.BMM, of_scores, (0, min(1, last))), (ComputeKind.BMM, of_values, (0, last))
+    )
     return y
 
 
 def _softmax(
     tape: Tape, scores: Shape, p: float, dtype: DType, config: TransformerConfig
 ) -> tuple[Tensor, Saved]:
-    """The softmax of the scores, and what is saved beside it: with dropout its mask and what it leaves.
+    """The softmax of the scores, and the other saved tensors: dropout's mask and output, if there is dropout.
 
     A padding mask, which each layer makes again, is applied to the softmax too, in another tensor.
 

@@ -14,7 +14,7 @@ from memplan.tape import Grads, Saved, Tensor
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertModel(GPTModel):
-    """A BERT as Megatron's arguments describe it; its sizes and layers are those of a GPT.
+    """A BERT as Megatron's arguments describe it: GPTModel's embeddings and layers, without the causal mask.
 
     `binary_head`: a second head says which of two sentences comes first, and there are two types of tokens.
 

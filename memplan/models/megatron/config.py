@@ -9,8 +9,9 @@ class TransformerConfig(NamedTuple):
     `tp` and `cp` are `tensor_model_parallel_size` and `context_parallel_size`; this is `cp_rank`, and
     `cp_all_to_all` ranks exchange heads. `attention_backend` is the one that is taken ("flash", "fused",
     "unfused" or "local"), and `attn_mask_type` is "causal", or the "padding" or "arbitrary" masks of a model
-    whose tokens attend to later ones; `softmax_in_fp32`: PyTorch computes Megatron's
-    own; `vocab_multiple` is the argument `make_vocab_size_divisible_by`;
+    whose tokens attend to later ones; `softmax_in_fp32`: the softmax of
+    Megatron's local attention is PyTorch's, in float32; `vocab_multiple` is the argument
+    `make_vocab_size_divisible_by`;
     `recompute_modules` are computed again in the backward pass, and with `recomputes_mtp` the depths of
     multi-token prediction. `cross_entropy` is the fused loss ("native" or "te"; empty: none). `ep` ranks have
     different experts, each of which `etp` ranks divide (`expert_model_parallel_size`,
