@@ -410,16 +410,23 @@ class TracedModel(Model):
     mesh: Mapping[Group, int] = field(default_factory=dict)
     asked: Asked = field(default=Asked(), repr=False)
     config: str = field(default="", compare=False, repr=False)
-    digest: str = field(default="", init=False, repr=False)
+    _digest: list[str] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        """Nothing is checked: what is read from a file was checked there."""
+
+    @property
+    def digest(self) -> str:
+        """A checksum of the trace's content, computed when it is first asked for."""
         import hashlib  # slow to import, and rarely needed
 
-        text = json.dumps(_plain(self), separators=(",", ":"))
-        object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest())
+        if not self._digest:
+            text = json.dumps(_plain(self), separators=(",", ":"))
+            self._digest.append(hashlib.sha256(text.encode()).hexdigest())
+        return self._digest[0]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TracedModel) and other.digest == self.digest
+        return self is other or (isinstance(other, TracedModel) and other.digest == self.digest)
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -963,8 +970,15 @@ def _count(values: list[Any], i: int) -> int:
 
 
 def _size(value: Any) -> Size:
-    if isinstance(value, int):
-        value = [[value]]
+    return _whole_size(value) if type(value) is int else _sum(value)
+
+
+@lru_cache(maxsize=2**16)
+def _whole_size(value: int) -> Size:
+    return _sum([[value]])
+
+
+def _sum(value: Any) -> Size:
     if not isinstance(value, list) or len(value) > 8:
         raise _wrong(f"size {shown_value(value)} is not allowed in a trace")
     for term in value:
@@ -1088,18 +1102,24 @@ def _recording(within: _Reader, known: _Known) -> Recording:
     buffers = [known.buffers[_place(one, len(known.buffers))] for one in within("buffers", list)]
     parts = _Reader(within("parts", dict))
     boundary, boundary_grad, requires_grad = _items(within("boundary", list), "boundary", int, int, bool)
+    n = len(buffers)
     for i in (boundary, boundary_grad):
-        checked_count("boundary", i, least=-1, most=len(buffers) - 1)
+        checked_count("boundary", i, least=-1, most=n - 1)
     return Recording(
         tuple(buffers),
         {
-            part: tuple([_event(event, len(buffers), known) for event in parts(part, list)])
+            part: tuple(
+                [
+                    _moved(one) if type(one) is int and -n <= one < n else _event(one, n, known)
+                    for one in parts(part, list)
+                ]
+            )
             for part in known.parts
         },
         boundary,
         boundary_grad,
         requires_grad,
-        _cut(within("cut", list | str | None), len(buffers)),
+        _cut(within("cut", list | str | None), n),
         _ends(within("ends", list | str | None), parts),
     )
 
@@ -1244,6 +1264,8 @@ def _check_sums(recording: Recording, played: Sequence[tuple[str, int]], trained
     for part, n in played:
         events = recording.parts[part]
         for buffer, (net, least) in _changes(events, part).items() if n else ():
+            if not least and not net:
+                continue
             if held[buffer] + min(0, (n - 1) * net) + least < 0:
                 raise _wrong(f"{part} frees {_named(recording, buffer)}, which nothing has allocated")
             held[buffer] += n * net
@@ -1274,13 +1296,18 @@ def _changes(events: Sequence[TracedEvent], part: str) -> dict[int, tuple[int, i
     n_results = 0
     for one in events:
         kind, buffer = one.kind, one.buffer
-        if n_results and kind != "alloc":
-            raise _wrong(f"{part} has a kernel without its results")
-        n_results = one.n_results if kind == "kernel" else max(0, n_results - 1)
-        if kind in ("alloc", "free", "add", "grad"):
+        if kind == "alloc":
+            n_results = n_results and n_results - 1
             net, least = found.get(buffer, (0, 0))
-            after = net + (kind == "alloc") - (kind in ("free", "grad"))
-            found[buffer] = after, min(least, net - (kind != "alloc"))
+            found[buffer] = net + 1, least
+            continue
+        if n_results:
+            raise _wrong(f"{part} has a kernel without its results")
+        if kind == "kernel":
+            n_results = one.n_results
+        elif kind in ("free", "add", "grad"):
+            net, least = found.get(buffer, (0, 0))
+            found[buffer] = net - (kind != "add"), least if least < net else net - 1
     if n_results:
         raise _wrong(f"{part} has a kernel without its results")
     return found

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Final, Unpack, cast
 
 from memplan.checks import LARGEST_CLUSTER, checked_count
@@ -78,7 +79,7 @@ def smallest_part(
             no_mesh = f" ({refusal})"
             continue
         if last.best or last.fitting:
-            return searched(model, cluster=where, global_batch=global_batch, **asked)
+            return _asked(last, global_batch, asked)
     lacks = nearest_text(last) if last else no_mesh
     raise PlanRefused(
         f"no plan was found of which it is sure that {model.name} fits on {whole.name}{lacks}; use more GPUs "
@@ -92,6 +93,13 @@ def _probed(
     """A search that keeps few plans, to find out whether one fits."""
     few = asked | {"keep": min(asked.get("keep") or PROBED, PROBED)} | also
     return searched(model, cluster=where, global_batch=global_batch, **few)
+
+
+def _asked(probed: Found, global_batch: int | None, asked: dict[str, Any], **also: Any) -> Found:
+    """The search that keeps as many plans as asked: the probe itself, if it does."""
+    if probed.keep == asked.get("keep"):
+        return probed
+    return searched(probed.model, cluster=probed.cluster, global_batch=global_batch, **asked, **also)
 
 
 def parts_of_cluster(whole: Cluster) -> Iterator[Cluster]:
@@ -136,13 +144,16 @@ def longest_sequence(
             "objective='micro_batch', the largest micro-batch."
         )
 
+    @cache
+    def probed(n: int) -> Found:
+        return _probed(model, where, global_batch, asked, seq_len=n * SEQ_LEN_STEP)
+
     def fits(n: int) -> bool:
-        found = _probed(model, where, global_batch, asked, seq_len=n * SEQ_LEN_STEP)
-        return (found.best or found.fitting) is not None
+        return (probed(n).best or probed(n).fitting) is not None
 
     most = (model.longest_seq_len or 2**22) // SEQ_LEN_STEP
-    shortest = _probed(model, where, global_batch, asked, seq_len=SEQ_LEN_STEP)
-    if not (shortest.best or shortest.fitting):
+    if not fits(1):
+        shortest = probed(1)
         raise PlanRefused(
             f"no plan was found of which it is sure that {model.name} fits with {SEQ_LEN_STEP} tokens"
             f"{nearest_text(shortest)}; use more GPUs."
@@ -154,7 +165,7 @@ def longest_sequence(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return searched(model, cluster=where, global_batch=global_batch, **asked, seq_len=low * SEQ_LEN_STEP)
+    return _asked(probed(low), global_batch, asked, seq_len=low * SEQ_LEN_STEP)
 
 
 @shows(SearchOptions)
@@ -192,7 +203,7 @@ def largest_model(
     for model in sorted(models, key=parameter_count, reverse=True):
         last = _probed(model, where, global_batch, asked)
         if last.best or last.fitting:
-            return searched(model, cluster=where, global_batch=global_batch, **asked)
+            return _asked(last, global_batch, asked)
     lacks = nearest_text(last) if last else ""
     raise PlanRefused(
         f"no plan was found of which it is sure that any of {len(models)} models fits on "
