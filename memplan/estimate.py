@@ -787,6 +787,7 @@ def estimate(
             stage3_max_reuse_distance: weights that are used within so many elements again stay gathered.
             sub_group_size: elements of a partition that ZeRO-3 updates at a time.
             offload_optimizer: DeepSpeed's optimizer is on the host, "cpu" or "cpu-pinned", or not, "none".
+            offload_param: ZeRO-3's partitions of weights are on the host, "cpu", or not, "none".
             alloc_conf: the caching allocator's settings, as in "expandable_segments:True".
             transformer_impl: Megatron's layers: "transformer_engine", or its own, "local".
             attention_backend: Transformer Engine's attention: "flash", "fused", "unfused", or "auto".

@@ -79,7 +79,7 @@ ROWS: Final = (
     NotModelled(
         "offloading of the optimizer state alone",
         "would leave weights and gradients on the GPU",
-        "use offload with zero=2 or 3, which keeps weights and gradients on the host too",
+        "use engine='deepspeed', whose offload_optimizer='cpu' does, or offload with zero=2 or 3",
         keywords="offload_optimizer optimizer_offload optimizer_cpu_offload",
     ),
     NotModelled(

@@ -64,6 +64,8 @@ LAWFUL: list[dict[str, Any]] = [
     {"zero": 1, "offload_optimizer": "cpu-pinned", "global_batch": 16},
     {"zero": 2, "offload_optimizer": "cpu", "overlap_comm": True},
     {"zero": 3},
+    {"zero": 3, "offload_optimizer": "cpu-pinned", "precision": "fp16-mixed", "sub_group_size": 50_000},
+    {"zero": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "global_batch": 16},
     {"zero": 3, "dp": 3, "global_batch": 15, "recompute": "full", "overlap_comm": False},
     {"zero": 3, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0},
 ]
@@ -145,11 +147,31 @@ def test_an_offloaded_optimizer_is_on_the_host_page_locked_or_not():
     assert pinned.worst.host_pinned_bytes >= (2 * 4 + 2) * size + 2 * largest
 
 
+def test_zero3_on_the_host_leaves_one_module_s_weights_and_one_partition_of_gradients():
+    """On the GPU: the bucket, and with offload_optimizer alone the partitions of the weights."""
+    asked: dict[str, Any] = USUAL | {"zero": 3, "micro_batch": 1, "stage3_param_persistence_threshold": 0}
+    on_gpu = memplan.estimate(GPT, **asked)
+    optimizer = memplan.estimate(GPT, **asked, offload_optimizer="cpu")
+    both = memplan.estimate(GPT, **asked, offload_optimizer="cpu-pinned", offload_param="cpu")
+    slots = slots_of(DeepSpeedStage(GPT, on_gpu.plan, H100, None).trained)
+    size = sum([slot.part(4) for slot in slots])
+    held = [one.worst.rest_bytes for one in (on_gpu, optimizer, both)]
+    assert held[1] - held[2] == 2 * size
+    assert held[0] - held[1] == (3 * 4 + 2) * size + 1 + 8 + 4  # the flag, the norm, FusedAdam's flag
+    assert optimizer.host.total_bytes == (4 * 4 + 2) * size + 1
+    assert both.host.total_bytes - both.worst.host_pinned_bytes == 3 * 4 * size + 1
+    assert both.worst.host_pinned_bytes >= (4 + 2 + 2) * size
+    copied = {c.what: c.payload_bytes for c in both.worst.collectives if c.axis == "host"}
+    assert copied["weights"] == 2 * size  # gathered once, as all are used again soon enough
+    assert copied["gradients to the host"] == (2 + 4) * size
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
     ({"zero": 2, "sub_group_size": 10}, "sub_group_size=10 is of another ZeRO stage"),
     ({"zero": 2, "offload": True}, "offload=True"),
-    ({"zero": 3, "offload_optimizer": "cpu"}, "offload_optimizer with zero=3"),
+    ({"zero": 3, "offload_param": "cpu"}, "offload_param='cpu' beside optimizer states on the GPU"),
+    ({"zero": 2, "offload_optimizer": "cpu", "offload_param": "cpu"}, "offload_param=cpu is of another"),
     (
         {"zero": 0, "reduce_bucket_size": 500_000_000, "offload_optimizer": "cpu"},
         "offload_optimizer=cpu is of",
@@ -266,7 +288,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean 'overlap_comm'"),
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer="),
     ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, "did you mean 'device'"),
-    ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param="),
+    ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param="),
+    ({"zero_optimization": {"offload_param": {"pin_memery": True}}}, "did you mean 'pin_memory'"),
     ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients=True has no rule"),
     ({"train_batch_size": 47}, "train_batch_size is not equal to micro_batch_per_gpu"),
     ({"fp16": {"enabled": True}}, "both bf16 and fp16"),
@@ -282,24 +305,25 @@ def test_what_a_configuration_says_wrongly_is_named(changed, said):
         read_configuration(CONFIGURATION | changed, GPT).on_ranks(8)
 
 
-def test_an_export_reads_back_as_the_plan(tmp_path):
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"zero": 1, "overlap_comm": True, "offload_optimizer": "cpu", "precision": "fp16-mixed"},
+        {"zero": 3, "offload_optimizer": "cpu-pinned", "offload_param": "cpu", "optimizer": "adamw"},
+    ],
+)
+def test_an_export_reads_back_as_the_plan(tmp_path, asked):
     usual: dict[str, Any] = {
         "engine": "deepspeed",
         "cluster": "8xh100-sxm",
         "seq_len": 32,
         "recompute": "full",
     }
-    asked: dict[str, Any] = {
-        "zero": 1,
-        "overlap_comm": True,
-        "global_batch": 32,
-        "precision": "fp16-mixed",
-        "optimizer": "adam",
-        "offload_optimizer": "cpu",
-    }
+    asked = {"global_batch": 32, "optimizer": "adam", "implementation": "huggingface"} | asked
     estimated = memplan.estimate("gpt2", **usual, **asked)
     file = tmp_path / "ds_config.json"
     file.write_text(estimated.export("deepspeed"))
     json.loads(file.read_text())
     found = launchers.read(file, "deepspeed", resolve("gpt2")).on_ranks(8)
+    found["implementation"] = "huggingface"
     assert memplan.estimate("gpt2", **usual | found).plan == estimated.plan

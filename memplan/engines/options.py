@@ -51,6 +51,7 @@ class EngineOptions(TypedDict, total=False):
     stage3_max_reuse_distance: int
     sub_group_size: int
     offload_optimizer: Literal["none", "cpu", "cpu-pinned"]
+    offload_param: Literal["none", "cpu"]
     alloc_conf: str
     transformer_impl: Literal["transformer_engine", "local"]
     attention_backend: Literal["auto", "flash", "fused", "unfused"]

@@ -31,6 +31,12 @@ OFFLOAD_KEYS: Final = {
 }
 """The section's name and its keys; the keys for NVMe are accepted and change no byte on the host."""
 
+OFFLOAD_PARAM: Final = "offload_param"
+OFFLOAD_PARAM_KEYS: Final = {
+    *("device", "pin_memory", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+}
+"""The section's name and its keys; partitions of weights are page-locked whatever `pin_memory` says."""
+
 OF_STAGE_3: Final = (
     *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
     *("stage3_max_reuse_distance", "sub_group_size"),
@@ -56,7 +62,7 @@ AT_DEFAULT: Final[Mapping[str, Any]] = {
     "ignore_unused_parameters": True,
     **dict.fromkeys(("round_robin_gradients", "parameter_alignment", "zero_quantized_weights"), False),
     **dict.fromkeys(("zero_quantized_gradients", "cpu_offload", "cpu_offload_param"), False),
-    **dict.fromkeys(("offload_param", "zenflow", "mics_shard_size"), None),
+    **dict.fromkeys(("zenflow", "mics_shard_size"), None),
     "zero_hpz_partition_size": 1,
     **dict.fromkeys(("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"), False),
     "stage3_module_granularity_threshold": 0,
@@ -103,6 +109,8 @@ class DeepSpeedLauncher(Launcher):
         zero = {"stage": plan.zero} | {name: options[name] for name in told if options[name] is not None}
         if (where := options[OFFLOAD]) != "none":
             zero[OFFLOAD] = {"device": "cpu", "pin_memory": where == "cpu-pinned"}
+        if options[OFFLOAD_PARAM] != "none":
+            zero[OFFLOAD_PARAM] = {"device": options[OFFLOAD_PARAM]}
         half = next(word for word, precision in PRECISIONS.items() if precision == plan.precision)
         optimizer = {"adam": "Adam", "adamw": "AdamW"}[plan.optimizer]
         values = {
@@ -194,7 +202,9 @@ def _precision(values: Mapping[str, Any]) -> tuple[str, bool]:
 
 def _zero(section: Mapping[str, Any], model: Model) -> dict[str, Any]:
     _check_names(
-        "key of zero_optimization", section, {"stage", OFFLOAD, *OF_ZERO, *OF_STAGE_3, *AT_DEFAULT, *NO_BYTES}
+        "key of zero_optimization",
+        section,
+        {"stage", OFFLOAD, OFFLOAD_PARAM, *OF_ZERO, *OF_STAGE_3, *AT_DEFAULT, *NO_BYTES},
     )
     for name, usual in AT_DEFAULT.items():
         value = section.get(name, usual)
@@ -207,6 +217,8 @@ def _zero(section: Mapping[str, Any], model: Model) -> dict[str, Any]:
     found: dict[str, Any] = {"zero": section.get("stage", 0)}
     if (where := _place(_section(section, OFFLOAD))) != "none":
         found[OFFLOAD] = where
+    if (device := _device(_section(section, OFFLOAD_PARAM), OFFLOAD_PARAM, OFFLOAD_PARAM_KEYS)) != "none":
+        found[OFFLOAD_PARAM] = device
     for name in [name for name in _read_by(found["zero"]) if section.get(name) is not None]:
         value = section[name]
         if value == AUTO_WORD and name in AUTO:
@@ -221,14 +233,20 @@ def _place(section: Mapping[str, Any]) -> str:
 
     Source: `deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffloadOptimizerConfig`.
     """
-    _check_names(f"key of {OFFLOAD}", section, OFFLOAD_KEYS)
+    device = _device(section, OFFLOAD, OFFLOAD_KEYS)
+    return "cpu-pinned" if device == "cpu" and section.get("pin_memory", True) else device
+
+
+def _device(section: Mapping[str, Any], name: str, keys: set[str]) -> str:
+    """Where a section says that states are: "cpu" or "none"."""
+    _check_names(f"key of {name}", section, keys)
     device = section.get("device", "none")
     if device not in ("none", "cpu") or section.get("ratio", 1.0) != 1.0:
         raise InvalidValue(
-            f"zero_optimization.{OFFLOAD}={shown_value(dict(section))} has no rule yet; use the device "
+            f"zero_optimization.{name}={shown_value(dict(section))} has no rule yet; use the device "
             '"cpu" or "none", with a ratio of 1.'
         )
-    return "cpu-pinned" if device == "cpu" and section.get("pin_memory", True) else str(device)
+    return str(device)
 
 
 def _read_by(stage: Any) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ class PlanOptions(TypedDict, total=False):
     stage3_max_reuse_distance: int | Iterable[int]
     sub_group_size: int | Iterable[int]
     offload_optimizer: str | Iterable[str]
+    offload_param: str | Iterable[str]
     alloc_conf: str
     transformer_impl: str | Iterable[str]
     attention_backend: str | Iterable[str]

@@ -270,6 +270,8 @@ FSDP1: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tuple(
 )
 """One rank of 7 to 256 under FSDP1."""
 
+OFFLOADED: Final = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+
 DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tuple(
     (model, {"engine": "deepspeed", **options}, ranks)
     for model, options, ranks in (
@@ -325,6 +327,12 @@ DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tu
         (WIDE, {"dp": 8, "zero": 3, **FULL, "stage3_max_live_parameters": 100_000_000}, (0,)),
         (WIDE, {"dp": 8, "zero": 3, **FULL, "sub_group_size": 100_000_000}, (0,)),
         (WIDE, {"dp": 8, "zero": 3, **FULL, "reduce_bucket_size": 50_000_000}, (0,)),
+        (replace(WIDE, n_layers=4), {"dp": 8, "zero": 3, **FULL, "offload_optimizer": "cpu"}, (0,)),
+        (WIDE, {"dp": 64, "zero": 3, **FULL, **OFFLOADED, "global_batch": 192}, (63,)),
+        (WIDE, {"dp": 64, "zero": 3, **OFFLOADED, "overlap_comm": False, "clip_grad_norm": 1.0}, (0,)),
+        (WIDE, {"dp": 64, "zero": 3, **FULL, **OFFLOADED, "precision": "fp16-mixed"}, (5,)),
+        (WIDE, {"dp": 64, "zero": 3, **FULL, **OFFLOADED, "stage3_prefetch_bucket_size": 0}, (0,)),
+        (WIDE, {"dp": 64, "zero": 3, **FULL, **OFFLOADED, "sub_group_size": 10_000_000}, (0,)),
         (LARGE, {"dp": 64, "zero": 3, **FULL}, (0,)),
         (LARGE, {"dp": 256, "zero": 3, **FULL, "global_batch": 512}, (255,)),
         (GPT3, {"dp": 256, "zero": 3, **FULL}, (17,)),
@@ -366,6 +374,11 @@ DEEPSPEED_OF_TRANSFORMERS: Final[tuple[tuple[Model, dict[str, Any], int], ...]] 
     (TIED, {"dp": 8, "zero": 2}, 0),
     (TIED, {"dp": 8, "zero": 3, **FULL, "recompute_blocks": 8, "precision": "fp16-mixed"}, 0),
     (TIED, {"dp": 256, "zero": 3, "micro_batch": 2}, 200),
+    (LLAMA, {"dp": 64, "zero": 3, **FULL, **OFFLOADED}, 0),
+    (LLAMA, {"dp": 256, "zero": 3, **FULL, "offload_optimizer": "cpu-pinned", "global_batch": 768}, 255),
+    (QWEN, {"dp": 64, "zero": 3, **OFFLOADED, "clip_grad_norm": 1.0, "global_batch": 128}, 63),
+    (GPT_OF_HF, {"dp": 8, "zero": 3, "seq_len": 1024, **OFFLOADED, "reduce_bucket_size": 5_000_000}, 7),
+    (TIED, {"dp": 8, "zero": 3, **FULL, "offload_optimizer": "cpu", "precision": "fp16-mixed"}, 0),
     (LLAMA, {"dp": 64, "zero": 2, **FULL, "offload_optimizer": "cpu"}, 0),
     (LLAMA, {"dp": 256, "zero": 1, **FULL, "offload_optimizer": "cpu-pinned", "overlap_comm": True}, 255),
     (

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, final
 
 from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.options import DeepSpeedOptions
+from memplan.engines.deepspeed.zero_optimizer import host_copy
 from memplan.engines.module_calls import Containers, Part, called
 from memplan.record import COMPUTE, Collective, Event, ModuleHook, RecordEvent, WaitStream, allocs, frees
 from memplan.shapes import Buffer, DType, buffer_of
@@ -34,7 +35,8 @@ class PartitionedParameterCoordinator:
     `order`: the parameters of each module (containers have none) in the order of a micro-batch's passes.
     `whole`, `alone`: what each parameter is gathered into: copied out of a flat tensor, or its own. `flats`:
     the flat tensors so far. `persistent`: what an update gathers, and keeps: parameters of at most
-    `stage3_param_persistence_threshold` elements.
+    `stage3_param_persistence_threshold` elements. `sent`: a copy of a parameter's partition that the host
+    keeps, as it is gathered.
     """
 
     def __init__(
@@ -52,6 +54,11 @@ class PartitionedParameterCoordinator:
         small = [slot for slot in sorted(slots, key=IN_ORDER) if slot.n_elements <= threshold]
         self.persistent = {one: buffer_of("persistent", self.alone[one].shape, dtype) for one in small}
         self.flats: list[Buffer] = []
+        on_host = options.offload_param != "none"
+        self.sent = {
+            slot: [buffer_of("partition from the host", (slot.part(n_ranks),), dtype)] * on_host
+            for slot in slots
+        }
         self.available = dict(self.persistent)
         self._is_first = self._records = False
         self.reset_step()
@@ -112,8 +119,19 @@ class PartitionedParameterCoordinator:
         self.n_available += sum([slot.n_elements for slot in slots])
         self.in_flight |= dict.fromkeys(slots, Gathered(slots, flat if several else None))
         yield from allocs(flat if several else self.alone[slots[0]])
-        yield from (WaitStream(ALL_GATHER, COMPUTE), self.all_gather(flat.n_bytes))
+        yield WaitStream(ALL_GATHER, COMPUTE)
+        sent = [copy for slot in slots for copy in self.sent[slot]]
+        yield from self._from_host(sent)
+        yield from frees(*sent[: several * len(sent)])  # they have been joined
+        yield self.all_gather(flat.n_bytes)
         yield RecordEvent(self._event(slots[0]), ALL_GATHER)
+
+    @staticmethod
+    def _from_host(sent: Sequence[Buffer], stream: str = ALL_GATHER) -> Iterator[Event]:
+        """Copies partitions to the GPU."""
+        for copy in sent:
+            yield from allocs(copy)
+            yield host_copy("weights", copy.n_bytes, stream)
 
     @staticmethod
     def all_gather(n_bytes: int) -> Collective:
@@ -132,6 +150,7 @@ class PartitionedParameterCoordinator:
         if gathered.flat is None:
             self.available[slot] = self.alone[slot]
             yield WaitStream(COMPUTE, self._event(slot))
+            yield from frees(*self.sent[slot])
             return
         if gathered not in self.copied:
             self.copied.add(gathered)
@@ -197,10 +216,13 @@ class PartitionedParameterCoordinator:
     def gather_persistent(self) -> Iterator[Event]:
         """Gathers the parameters that stay gathered, one by one, after an update."""
         self.available |= self.persistent
+        sent = [copy for slot in self.persistent for copy in self.sent[slot]]
+        yield from self._from_host(sent, COMPUTE)
         yield WaitStream(ALL_GATHER, COMPUTE)
         for gathered in self.persistent.values():
             yield from allocs(gathered)
             yield self.all_gather(gathered.n_bytes)
+        yield from frees(*sent)
 
 
 @final

@@ -51,9 +51,17 @@ class DeepSpeedOptions:
     offload_optimizer: str = described(
         "none",
         Choice(
-            "ZeRO-1 and 2: where the optimizer is, on the host with cpu", choices=PLACES, word="offload-opt"
+            "Where the optimizer is, on the host with cpu (not with zero=0)", choices=PLACES,
+            word="offload-opt",
         ),
-    )
+    )  # fmt: skip
+    offload_param: str = described(
+        "none",
+        Choice(
+            "ZeRO-3: where partitions of weights are, on the host with cpu", choices=PLACES[:2],
+            word="offload-param",
+        ),
+    )  # fmt: skip
     alloc_conf: str = described(
         "",
         Setting(
@@ -67,7 +75,7 @@ OF_STAGE_3: Final = tuple(
     [
         name
         for name in DeepSpeedOptions.__dataclass_fields__
-        if name.startswith("stage3_") or name == "sub_group_size"
+        if name.startswith("stage3_") or name in ("sub_group_size", "offload_param")
     ]
 )
 """The options of ZeRO-3 alone."""

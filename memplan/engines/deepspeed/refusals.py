@@ -24,11 +24,12 @@ def _check_modelled(model: Model, plan: Plan) -> None:
     unused = model.unused if isinstance(model, TracedModel) else ()
     halves = " or ".join(map(repr, PRECISIONS))
     options: tuple[tuple[bool, str, str], ...] = (
-        (plan.offload, "offload=True", "offload_optimizer='cpu' with zero=1 or 2"),
+        (plan.offload, "offload=True", "offload_optimizer='cpu'"),
         (
-            plan.zero == 3 and deepspeed_options(plan).offload_optimizer != "none",
-            "offload_optimizer with zero=3",
-            "zero=2, or 'none'",
+            deepspeed_options(plan).offload_param != "none"
+            and deepspeed_options(plan).offload_optimizer == "none",
+            "offload_param='cpu' beside optimizer states on the GPU",
+            "offload_optimizer='cpu' too",
         ),
         (plan.precision not in PRECISIONS, f"precision={plan.precision!r}", f"{halves} (bf16, fp16.enabled)"),
         (

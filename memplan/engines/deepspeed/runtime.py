@@ -61,7 +61,7 @@ class DeepSpeedEngine:
                 of_ranks = stage.options, stage.plan.dp, stage.dtype
                 coordinator = PartitionedParameterCoordinator(*of_ranks, order)
                 self.hooks = ModuleHooks(coordinator)
-                self.optimizer = Stage3Optimizer(stage, slots, coordinator)
+                self.optimizer = Stage3Optimizer(stage, slots, coordinator, rank.dp)
             case _:
                 self.optimizer = DeepSpeedZeroOptimizer(stage, slots, rank.dp)
 

@@ -4,9 +4,11 @@ Source: `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3`.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Final, final
 
-from memplan.engines.deepspeed.coordinator import PartitionedParameterCoordinator
+from memplan.engines.base import HostRecord
+from memplan.engines.deepspeed.coordinator import IN_ORDER, PartitionedParameterCoordinator
 from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.options import overlaps
 from memplan.engines.deepspeed.stage import DeepSpeedStage
@@ -15,11 +17,14 @@ from memplan.engines.deepspeed.zero_optimizer import (
     Optimizer,
     all_reduce,
     flat_buffer,
+    host_copy,
+    host_record,
     norms_of,
     stepped,
 )
+from memplan.kernels import norm_scratch
 from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
-from memplan.shapes import BOOL, FP32, FP64, Buffer, buffer_of
+from memplan.shapes import BOOL, FP32, FP64, UINT8, Buffer, buffer_of
 
 GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP64)
 TRACKER: Final = buffer_of("inf_or_nan_tracker", (1,), BOOL)
@@ -32,7 +37,11 @@ class Stage3Optimizer(Optimizer):
     keeps_weights = False
 
     def __init__(
-        self, stage: DeepSpeedStage, slots: Sequence[Slot], coordinator: PartitionedParameterCoordinator
+        self,
+        stage: DeepSpeedStage,
+        slots: Sequence[Slot],
+        coordinator: PartitionedParameterCoordinator,
+        rank: int,
     ) -> None:
         super().__init__(stage, slots)
         options, dtype, self.n_ranks = stage.options, stage.dtype, stage.plan.dp
@@ -49,10 +58,19 @@ class Stage3Optimizer(Optimizer):
         self.checked = [buffer_of("isinf", *one) for one in (((total,), dtype), ((total,), BOOL), ((), BOOL))]
         self.ipg_buffer = buffer_of("ipg bucket", (self.bucket_size,), dtype)
         self.partitions = buffer_of("grad_partitions_flat_buffer", (total,), dtype, "grads")
-        self.kept = [GLOBAL_NORM, *coordinator.persistent.values()]
-        held = self.ipg_buffer, self.partitions, TRACKER
-        self.states = [self.flat, *self.masters, *[one for both in self.moments for one in both], *held]
+        of_optimizer = [*self.masters, *[one for both in self.moments for one in both], TRACKER]
+        self.offloads = options.offload_optimizer != "none"
+        self.offloads_weights = options.offload_param != "none"
+        on_gpu = [self.flat] * (not self.offloads_weights)
+        held = [] if self.offloads else [*of_optimizer, self.partitions]
+        self.states = [*on_gpu, *held, self.ipg_buffer]
         self.grads = [self.partitions]
+        if self.offloads:
+            self.grads = [buffer_of("single_grad_partition", (sum(g),), FP32, "grads") for g in self.groups]
+        self.kept = [*[GLOBAL_NORM] * (not self.offloads), *coordinator.persistent.values()]
+        held_slots = [slot for slot in slots if slot.part(self.n_ranks) * rank < slot.n_elements]
+        self.norms = {slot: buffer_of("norm of a gradient", (), FP64) for slot in held_slots}
+        self.accumulates = self.at_boundary = False
         self.bucket: list[Slot] = []
 
     @property
@@ -60,7 +78,8 @@ class Stage3Optimizer(Optimizer):
         if not self.overlaps:
             return []
         held = self.coordinator
-        gathered = [*held.whole.values(), *held.alone.values(), *held.flats]
+        sent = [copy for copies in held.sent.values() for copy in copies]
+        gathered = [*held.whole.values(), *held.alone.values(), *held.flats, *sent]
         reduced = [*self.flattened, *self.checked]
         return [*((one, "all-gather") for one in gathered), *((one, "reduction") for one in reduced)]
 
@@ -72,19 +91,49 @@ class Stage3Optimizer(Optimizer):
     def setup(self) -> Iterator[Event]:
         """The joined partitions, masters, the bucket, and the gradients' partitions.
 
-        The weights are gone: partitions are joined on the host, and the cache is emptied.
+        The weights are gone: partitions are joined on the host, and the cache is emptied, unless they stay
+        on the host.
 
         Source: `deepspeed.runtime.zero.utils:defragment`.
         """
-        yield from allocs(self.flat)
+        if self.offloads_weights:
+            yield from self._init()
+        else:
+            yield from allocs(self.flat)
         converted = [buffer_of("converted partition", master.shape, FP32) for master in self.masters]
+        if self.offloads:
+            for one in converted if not self.offloads_weights else ():
+                yield from (*allocs(one), *frees(one))
+            yield from allocs(self.ipg_buffer)
+            return
         for i, master in enumerate(self.masters):  # each is freed once the next one is there
             yield from (*allocs(converted[i]), *frees(*converted[max(0, i - 1) : i]), *allocs(master))
         yield from frees(converted[-1])
         yield from allocs(TRACKER, self.ipg_buffer, self.partitions)
 
+    def _init(self) -> Iterator[Event]:
+        """Each module's parameters are made in float32, cast, and sent to the host, but for small ones.
+
+        What is freed stays in the cache.
+
+        Source: `deepspeed.runtime.zero.partition_parameters:zero_wrapper_for_fp_tensor_constructor`,
+        `deepspeed.runtime.zero.partition_parameters:Init._post_init_method`.
+        """
+        small: list[Buffer] = []
+        for _, parameters in groupby(self.slots, lambda slot: slot.parameter.name.rpartition(".")[0]):
+            own = list(parameters)
+            kept = [slot.part(self.n_ranks) for slot in own if slot in self.coordinator.persistent]
+            halves = [buffer_of("parameter", (slot.n_elements,), self.stage.dtype) for slot in own]
+            for half in halves:
+                wide = buffer_of("parameter in float32", half.shape, FP32)
+                yield from (*allocs(wide, half), *frees(wide))
+            small += [buffer_of("small partition", (n,), self.stage.dtype) for n in kept]
+            yield from (*allocs(*small[len(small) - len(kept) :]), *frees(*halves))
+        yield from frees(*small)
+
     def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
         """Plays `reduce_independent_p_g_buckets_and_remove_grads`: a full bucket is reduced first."""
+        self.accumulates, self.at_boundary = older, boundary
         held = sum([one.n_elements for one in self.bucket])
         if held + slot.n_elements > self.bucket_size and self.bucket:
             yield from self._reduce_and_partition_ipg_grads()
@@ -111,9 +160,58 @@ class Stage3Optimizer(Optimizer):
             kind="reduce_scatter", axis="dp", what="reduce gradients",
             payload_bytes=flat.n_bytes, stream=REDUCTION if self.overlaps else COMPUTE,
         )  # fmt: skip
+        if self.offloads:
+            yield from self._to_host(sorted(self.bucket, key=IN_ORDER))
         yield from frees(*copies)
         yield from frees(*[self.grad(slot) for slot in self.bucket if slot.n_elements > self.bucket_size])
         self.bucket = []
+
+    def _to_host(self, slots: Sequence[Slot]) -> Iterator[Event]:
+        """Partitions of gradients go to the host, and come back: to be added to, for the norm, in float32.
+
+        A rank that has only a parameter's padding leaves it out.
+        The copy of one is freed before the next one's is made, and where it was added to, after that.
+
+        Source: `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.partition_grads`.
+        """
+        stream = REDUCTION if self.overlaps else COMPUTE
+        before: list[Buffer] = []
+        for slot in [one for one in slots if one in self.norms]:
+            shape = (slot.part(self.n_ranks),)
+            back = buffer_of("gradient partition from the host", shape, self.stage.dtype)
+            self.flattened.append(back)
+            yield from () if self.accumulates else frees(*before)
+            yield from (*allocs(back), host_copy("gradients from the host", back.n_bytes, stream))
+            yield from frees(*before) if self.accumulates else ()
+            yield host_copy("gradients to the host", back.n_bytes, stream)
+            if self.at_boundary:
+                yield from self._sent_in_float32(slot, stream)
+            before = [back]
+        yield from frees(*before)
+
+    def _sent_in_float32(self, slot: Slot, stream: str) -> Iterator[Event]:
+        """The norm of a partition, which stays until the update, and its copy in the optimizer's type."""
+        n_elements, norm = slot.part(self.n_ranks), self.norms[slot]
+        doubles, floats = (buffer_of("gradient as it is sent", (n_elements,), one) for one in (FP64, FP32))
+        n_bytes = norm_scratch(self.stage.device, n_elements)
+        scratch = [buffer_of("scratch of a norm", (b,), UINT8) for b in n_bytes]
+        self.flattened += [doubles, floats, norm, *scratch]
+        yield from (*allocs(doubles, *scratch, norm), *frees(*scratch, doubles))
+        yield from (*allocs(floats), host_copy("gradients to the host", floats.n_bytes, stream))
+        yield from frees(floats)
+
+    @property
+    def host(self) -> HostRecord | None:
+        """The optimizer's tensors, gradients in its type and in the weights', and partitions of weights.
+
+        Gradients are page-locked as asked for, partitions of weights always.
+        """
+        if not self.offloads:
+            return None
+        pinned = self.stage.options.offload_optimizer == "cpu-pinned"
+        grads, moments = [*self.grads, self.partitions], [one for both in self.moments for one in both]
+        locked = [*[self.flat] * self.offloads_weights, *grads * pinned]
+        return host_record(locked, [*self.masters, *moments, TRACKER, *grads * (not pinned)])
 
     def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
         if self.bucket:
@@ -123,6 +221,8 @@ class Stage3Optimizer(Optimizer):
     def step(self) -> Stretch:
         """Plays `deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.step`."""
         held = self.coordinator
+        if self.offloads:
+            return self._step_on_host()
         norms = [buffer_of(name, (), FP64) for name in ("norm of a group", "scaled_global_grad_norm")]
         updates: list[Event] = []
         for group, moments in zip(self.groups, self.moments, strict=True):
@@ -138,6 +238,20 @@ class Stage3Optimizer(Optimizer):
                 *allocs(GLOBAL_NORM), *updates, *held.gather_persistent(), *frees(*norms, GLOBAL_NORM)
             ),
         )  # fmt: skip
+
+    def _step_on_host(self) -> Stretch:
+        """The norms of groups are added up, and the host's masters are copied into the weights."""
+        held, flag = self.coordinator, buffer_of("overflow flag", (), BOOL)
+        check = (*allocs(flag), all_reduce("overflow flag", flag.n_bytes), *frees(flag))
+        total = buffer_of("norm of a group", (1,), FP32)
+        summed = (*allocs(total), all_reduce("norm of gradients", total.n_bytes), *frees(total))
+        sent = host_copy("updated weights", self.flat.n_bytes)
+        checked = check if self.stage.plan.formats.loss_scaled else ()
+        freed = frees(*self.norms.values())
+        return stepped(
+            events("norm of gradients", (*held.release_all(), *checked, *summed * len(self.groups))),
+            after=(*[sent] * (not self.offloads_weights), *freed, *held.gather_persistent()),
+        )
 
     def _overflow_check(self) -> tuple[Event, ...]:
         """Whether a gradient is infinite or no number, in float16 (`has_overflow`)."""

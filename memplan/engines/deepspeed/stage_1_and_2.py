@@ -3,11 +3,9 @@
 Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer`.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, final
 
-from memplan.allocator import page_locked_bytes
 from memplan.engines.base import HostRecord
 from memplan.engines.deepspeed.flat import Partitions, Slot
 from memplan.engines.deepspeed.options import overlaps
@@ -17,6 +15,8 @@ from memplan.engines.deepspeed.zero_optimizer import (
     Optimizer,
     all_reduce,
     flat_buffer,
+    host_copy,
+    host_record,
     norms_of,
     stepped,
 )
@@ -65,6 +65,8 @@ class DeepSpeedZeroOptimizer(Optimizer):
         self.zeros = buffer_of("padding of averaged_gradients", (self.padding,), dtype, "grads")
         self.offloads = options.offload_optimizer != "none"
         self.norms = [buffer_of("norm of a gradient", (), FP64) for _ in self.own]
+        clone = "clone of a large gradient"
+        self.clones = {slot: buffer_of(clone, (slot.n_elements,), dtype, "grads") for slot in slots}
         if self.offloads:
             largest = max([slot.n_elements for slot in slots])
             self.staging = buffer_of("temp_grad_buffer_for_gpu_offload", (largest,), dtype)
@@ -111,8 +113,14 @@ class DeepSpeedZeroOptimizer(Optimizer):
         if sum([one.n_elements for one in self.bucket]) + slot.n_elements > self.bucket_size:
             yield from self.reduce_ipg_grads()
         self.bucket.append(slot)
-        if not self._is_large(slot):
+        if self._is_large(slot):
+            yield from allocs(*[self._large(slot)] * self.offloads)
+        if self.offloads or not self._is_large(slot):
             yield from frees(self.grad(slot))
+
+    def _large(self, slot: Slot) -> Buffer:
+        """A gradient that is larger than a bucket: a clone if the optimizer is on the host."""
+        return self.clones[slot] if self.offloads else self.grad(slot)
 
     def _is_large(self, slot: Slot) -> bool:
         """Whether a gradient is larger than a bucket (`extra_large_param_to_reduce`): it is not copied."""
@@ -130,7 +138,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
                 yield from allocs(self.grads_in_partition)
             stays = self.offloads and not self.at_boundary and slot in self.own
             if self._is_large(slot) and not stays and (slot in self.own or self.partition_gradients):
-                yield from frees(self.grad(slot))
+                yield from frees(self._large(slot))
             elif self._is_large(slot):
                 self.left.append(slot)
         self.bucket = []
@@ -142,14 +150,14 @@ class DeepSpeedZeroOptimizer(Optimizer):
         Source: `deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.copy_grads_in_partition`.
         """
         if not self.at_boundary:
-            yield _copy("gradients to the host", slot.n_elements * self.stage.dtype.itemsize, self.stream)
+            yield host_copy("gradients to the host", slot.n_elements * self.stage.dtype.itemsize, self.stream)
             return
         n, norm = self.own[slot], self.norms[list(self.own).index(slot)]
         doubles, floats = (buffer_of("gradient as it is sent", (n,), dtype) for dtype in (FP64, FP32))
         scratch = [buffer_of("scratch of a norm", (b,), UINT8) for b in norm_scratch(self.stage.device, n)]
         self.flattened += [doubles, floats, norm, *scratch]
         yield from (*allocs(doubles, norm, *scratch), *frees(*scratch, doubles))
-        sent = _copy("gradients to the host", floats.n_bytes, self.stream)
+        sent = host_copy("gradients to the host", floats.n_bytes, self.stream)
         yield from (*allocs(floats), sent, *frees(floats))
 
     @property
@@ -163,12 +171,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
         if self.stage.plan.n_micro_batches > 1:
             copied += [buffer_of("accumulated_grads_in_cpu", (slot.n_elements,), dtype) for slot in self.own]
         pinned = copied if self.stage.options.offload_optimizer == "cpu-pinned" else []
-        spare = [page_locked_bytes(one.n_bytes) - one.n_bytes for one in pinned]
-        rest = [buffer_of("rest of a page-locked block", (n,), UINT8) for n in spare if n]
-        pageable = [*self.moments, *(() if pinned else copied)]
-        return HostRecord(
-            pinned=Counter([*pinned, *rest]), pageable=Counter(pageable), step=events("host", ())
-        )
+        return host_record(pinned, [*self.moments, *(() if pinned else copied)])
 
     def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
         """Reduces the rest; a partition's gradients are added to an earlier micro-batch's.
@@ -185,7 +188,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
         yield from [WaitStream(COMPUTE, REDUCTION)] * self.overlaps
         yield from allocs(*[self.zeros] * (boundary and self.padding > 0 and not self.offloads))
         yield from frees(*self.ipg_buffers)
-        yield from frees(*[self.grad(slot) for slot in self.left])
+        yield from frees(*[self._large(slot) for slot in self.left])
         self.left, self.ready_for_gradients = [], False
         if self.has_partition and older and self.partition_gradients:
             yield from frees(self.grads_in_partition)
@@ -196,7 +199,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
         what = "gather updated weights"
         gathered = Collective(kind="all_gather", axis="dp", what=what, payload_bytes=self.flat.n_bytes)
         if self.offloads:
-            back = _copy("updated weights", self.partitions.size * self.stage.dtype.itemsize)
+            back = host_copy("updated weights", self.partitions.size * self.stage.dtype.itemsize)
             return stepped(events("norm of gradients", self._norm()), after=(back, gathered))
         size = self.partitions.size
         flat = buffer_of("flat_grad_partition", (size,), self.stage.dtype)
@@ -223,8 +226,3 @@ class DeepSpeedZeroOptimizer(Optimizer):
         yield all_reduce("norm of gradients", FP32.itemsize)
         if self.offloads:
             yield from frees(*self.norms)
-
-
-def _copy(what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:
-    """A copy between the GPU and its host."""
-    return Collective(kind="copy", axis="host", what=what, payload_bytes=n_bytes, stream=stream)

@@ -1,9 +1,11 @@
 """The interface of an optimizer: its states, its hook of a gradient, its part of backward, its step."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from memplan.allocator import page_locked_bytes
 from memplan.engines.base import HostRecord
 from memplan.engines.deepspeed.flat import Slot, calls_of
 from memplan.engines.deepspeed.stage import DeepSpeedStage
@@ -94,6 +96,19 @@ class Optimizer(ABC):
 def all_reduce(what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:
     """An all-reduce over the data-parallel ranks."""
     return Collective(kind="all_reduce", axis="dp", what=what, payload_bytes=n_bytes, stream=stream)
+
+
+def host_copy(what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:
+    """A copy between the GPU and its host."""
+    return Collective(kind="copy", axis="host", what=what, payload_bytes=n_bytes, stream=stream)
+
+
+def host_record(pinned: Iterable[Buffer], pageable: Iterable[Buffer]) -> HostRecord:
+    """What the host holds, page-locked and not; a page-locked block has a power of two bytes."""
+    locked = list(pinned)
+    spare = [page_locked_bytes(one.n_bytes) - one.n_bytes for one in locked]
+    rest = [buffer_of("rest of a page-locked block", (n,), UINT8) for n in spare if n]
+    return HostRecord(pinned=Counter([*locked, *rest]), pageable=Counter(pageable), step=events("host", ()))
 
 
 def flat_buffer(name: str, n_elements: int, dtype: DType = FP32, *, weights: bool = False) -> Buffer:

@@ -59,7 +59,9 @@ def configuration(plan: Plan, learning_rate: float) -> dict[str, Any]:
     if plan.zero:
         zero |= {"overlap_comm": options.overlap_comm, "reduce_bucket_size": options.reduce_bucket_size}
     if plan.zero == 3:
-        zero |= {name: getattr(options, name) for name in OF_STAGE_3}
+        zero |= {name: getattr(options, name) for name in OF_STAGE_3 if name != "offload_param"}
+        if options.offload_param != "none":
+            zero["offload_param"] = {"device": options.offload_param}
     if options.offload_optimizer != "none":
         pinned = options.offload_optimizer == "cpu-pinned"
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
@@ -113,6 +115,8 @@ class DeepSpeedTraining(Training):
         match self._zero:
             case 0:
                 flat = optimizer.fp16_groups_flat
+            case 3 if optimizer.offload_param:
+                flat = optimizer.param_groups_fp16_flat_cpu_memory
             case 3:
                 flat = [optimizer.lp_param_buffer]
             case _:
@@ -126,8 +130,8 @@ class DeepSpeedTraining(Training):
 
     def grads(self) -> Sequence[Tensor]:
         optimizer = self._engine.optimizer
-        if getattr(optimizer, "cpu_offload", False):
-            return [one.grad for one in optimizer.single_partition_of_fp32_groups]
+        if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+            return [one.grad for one in getattr(optimizer, MASTERS[self._zero])]
         if self._zero:
             return [
                 one for found in self._engine.optimizer.averaged_gradients.values() for one in found or ()
