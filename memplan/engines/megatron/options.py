@@ -143,6 +143,14 @@ class MegatronOptions:
     num_distributed_optimizer_instances: int = described(
         1, Count("Groups of data-parallel ranks, each with all of the optimizer's state", word="instances")
     )
+    use_layer_wise_param_layout: bool = described(
+        True,
+        Flag(
+            "Muon under the distributed optimizer: whole weights in equal parts of buckets, or, turned off, "
+            "divided by size alone",
+            word="param-layout",
+        ),
+    )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = described(
         None,
         Count(
@@ -281,3 +289,13 @@ class MegatronOptions:
 def megatron_options(plan: Plan) -> MegatronOptions:
     """The options of a plan of the Megatron engine."""
     return plan.options or MegatronOptions()
+
+
+def divides_by_size(plan: Plan) -> bool:
+    """Whether Muon's layer-wise optimizer gives whole weights to ranks by size, beside plain buffers.
+
+    Source: megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.shard_params.
+    """
+    options = megatron_options(plan)
+    aligned = options.use_layer_wise_param_layout and options.release >= (0, 18)
+    return bool(plan.zero) and plan.optimizer == "muon" and not aligned

@@ -5,7 +5,12 @@ from typing import Any, Final
 
 from memplan.engines.base import Rule
 from memplan.engines.megatron.chunk import PARAMS_DTYPES
-from memplan.engines.megatron.options import OLD_CONTAINER, RECOMPUTE_MODULES, megatron_options
+from memplan.engines.megatron.options import (
+    OLD_CONTAINER,
+    RECOMPUTE_MODULES,
+    divides_by_size,
+    megatron_options,
+)
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model
@@ -14,7 +19,7 @@ from memplan.plan import Plan
 
 SUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "zero": (0, 1),
-    "optimizer": ("adam", "adamw"),
+    "optimizer": ("adam", "adamw", "muon"),
     "schedule": ("1f1b", "interleaved-1f1b"),
     "offload": (False,),
     "loss_chunks": (1,),
@@ -204,6 +209,50 @@ def _check_states(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_muon(model: Model, plan: Plan) -> None:
+    """Raise for what Megatron's Muon and its layer-wise optimizer refuse, or for what has no rule.
+
+    Source: megatron.core.optimizer:_get_megatron_emerging_optimizer,
+    megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.
+    """
+    options, own = megatron_options(plan), gpt_model(model)
+    if plan.optimizer != "muon":
+        return
+    refused = (
+        (options.release < (0, 16), f"megatron_version={options.megatron_version!r}", "0.16 or later"),
+        (plan.precision == "fp16-mixed", "precision='fp16-mixed'", "precision='bf16-mixed'"),
+        (options.num_distributed_optimizer_instances > 1, "instances of the optimizer", "one"),
+        (
+            options.overlap_param_gather_with_optimizer_step,
+            "overlap_param_gather_with_optimizer_step=True",
+            "False",
+        ),
+    )
+    for applies, what, instead in refused:
+        if applies:
+            raise PlanRefused(
+                f"Megatron's Muon does not support {what}; use {instead}.",
+                kind="what Megatron's Muon refuses",
+            )
+    without_rule = (
+        (plan.precision == "fp32", "precision='fp32'"),
+        (options.use_precision_aware_optimizer, "use_precision_aware_optimizer=True"),
+        (own.sees_all, f"model={model.name!r}"),
+        (own.mtp_num_layers > 0, "multi-token prediction"),
+        (
+            options.overlap_param_gather and divides_by_size(plan),
+            "overlap_param_gather=True and weights divided by size (use_layer_wise_param_layout=False, or "
+            "before release 0.18)",
+        ),
+    )
+    for applies, what in without_rule:
+        if applies:
+            raise MissingRule(
+                f"optimizer='muon' with {what} has no rule in the Megatron engine; use adamw.",
+                kind="Megatron's Muon beside other options",
+            )
+
+
 def _check_old_container(model: Model, plan: Plan) -> None:
     """Raise for what has no rule with the software of NGC 24.01."""
     options, moe = megatron_options(plan), gpt_model(model).moe
@@ -323,5 +372,6 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     _check_recomputation,
     _check_options,
     _check_states,
+    _check_muon,
 )
 """The checks of a plan, in order."""
