@@ -84,7 +84,7 @@ class EngineOptions(TypedDict, total=False):
     deterministic_mode: bool
     make_vocab_size_divisible_by: int
     cublas_workspace_config: str
-    megatron_version: Literal["0.13", "0.14", "0.15", "0.16", "0.18"]
+    megatron_version: Literal["0.12", "0.13", "0.14", "0.15", "0.16", "0.18"]
     ngc_container: Literal["24.01", "25.09", "26.04"]
 
 

@@ -23,7 +23,7 @@ from memplan.engines.megatron.buffers import (
 )
 from memplan.engines.megatron.chunk import ModelChunk
 from memplan.engines.megatron.muon import orthogonalizing, ping_pong, shard_aligned
-from memplan.engines.megatron.options import MegatronOptions, divides_by_size, megatron_options
+from memplan.engines.megatron.options import OLD_CONTAINER, MegatronOptions, divides_by_size, megatron_options
 from memplan.engines.megatron.overlap import (
     GRADIENTS,
     WEIGHTS,
@@ -230,7 +230,7 @@ class MegatronRank:
         plan, options, device = self.plan, self.options, self.device
         if options.uses_te or self.has_experts:  # routers take its products
             yield buffer_of("Transformer Engine's workspace", (te_workspace_bytes(device),), UINT8)
-            if options.moe_grouped_gemm and self.has_experts:
+            if options.moe_grouped_gemm and self.has_experts and options.ngc_container != OLD_CONTAINER:
                 for _ in range(GROUPED_STREAMS):
                     yield buffer_of("grouped products' workspace", (te_workspace_bytes(device),), UINT8)
         if options.uses_te:
@@ -309,6 +309,7 @@ class MegatronRank:
             if not p.name.startswith(("embedding.", "output_layer."))
             and not p.name.endswith("router.weight")
             and ".experts.linear_fc" not in p.name
+            and ".experts.weight" not in p.name
         }
         if self.last and self.options.release >= (0, 14):
             model = self.chunks[-1].model

@@ -20,14 +20,14 @@ CROSS_ENTROPY_IMPLS: Final = ("native", "te")
 RECOMPUTE_MODULES: Final = frozenset(
     ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 )
-MEGATRON_VERSIONS: Final = ("0.13", "0.14", "0.15", "0.16", "0.18")
+MEGATRON_VERSIONS: Final = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.18")
 
 STATE_TYPES: Final[Mapping[str, DType]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
 NGC_CONTAINERS: Final[Mapping[str, Release]] = {"24.01": (2, 2), "25.09": (2, 9), "26.04": (2, 12)}
 """NVIDIA's containers in which it ran Megatron's tests, and their releases of PyTorch."""
 
 OLD_CONTAINER: Final = "24.01"
-"""The container with FlashAttention 2.0, not deterministic, and without grouped products."""
+"""With FlashAttention 2.0, not deterministic, and Transformer Engine 1.2, without grouped products."""
 
 
 def _workspace_config(text: str) -> str:

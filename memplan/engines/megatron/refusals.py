@@ -104,8 +104,12 @@ def _check_options(model: Model, plan: Plan) -> None:
             f"divide the {plan.n_shards} ranks of {plan.shard_group}; use zero=1 and a divisor.",
             kind="instances of the distributed optimizer that do not divide dp",
         )
-    if options.ngc_container == OLD_CONTAINER:
-        _check_old_container(model, plan)
+    if options.ngc_container == OLD_CONTAINER and options.compiles_loss:
+        raise MissingRule(
+            f"ngc_container={OLD_CONTAINER!r} has no rule for a compiled loss; use another container, or "
+            "cross_entropy_fusion_impl='te'.",
+            kind="options that the engine has no rule for",
+        )
     if options.compiles_loss and plan.precision != "bf16-mixed":
         raise MissingRule(
             "cross_entropy_fusion_impl='native' makes gradients in bfloat16; use precision='bf16-mixed', or "
@@ -253,17 +257,6 @@ def _check_muon(model: Model, plan: Plan) -> None:
             )
 
 
-def _check_old_container(model: Model, plan: Plan) -> None:
-    """Raise for what has no rule with the software of NGC 24.01."""
-    options, moe = megatron_options(plan), gpt_model(model).moe
-    if options.compiles_loss or (moe and options.moe_grouped_gemm and options.uses_te):
-        raise MissingRule(
-            f"ngc_container={OLD_CONTAINER!r} has no rule for grouped products or a compiled "
-            "loss; use another container, moe_grouped_gemm=False, or cross_entropy_fusion_impl='te'.",
-            kind="options that the engine has no rule for",
-        )
-
-
 def _check_experts(model: Model, plan: Plan) -> None:
     """Raise as `TransformerConfig` and MoELayer do, or for what has no rule.
 
@@ -297,6 +290,12 @@ def _check_experts(model: Model, plan: Plan) -> None:
             kind="experts under tensor parallelism without sequence parallelism",
         )
     options = megatron_options(plan)
+    if options.release < (0, 13) and (moe.router_in_fp32 or not options.moe_grouped_gemm):
+        raise MissingRule(
+            "megatron_version='0.12' has no rule for experts one after the other, or a router in float32; "
+            "use '0.13'.",
+            kind="options that the engine has no rule for",
+        )
     if options.moe_grouped_gemm and not options.uses_te:
         raise MissingRule(
             "moe_grouped_gemm with transformer_impl='local' has no rule; use 'transformer_engine', or "
