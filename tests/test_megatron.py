@@ -792,6 +792,8 @@ def test_legacy_grouped_products_have_one_weight_for_all_experts_and_save_no_sec
     assert saved[0] - saved[1] == 8 * n_copies * 512 * 2
     with pytest.raises(MissingRule, match="one after the other"):
         rank_of(model=gelu, checked=True, **EP, megatron_version="0.12", moe_grouped_gemm=False)
+    with pytest.raises(PlanRefused, match="only bfloat16"):
+        rank_of(model=gelu, checked=True, **asked, ngc_container="24.01", precision="fp16-mixed")
     with pytest.raises(MissingRule, match="compiled loss"):
         rank_of(checked=True, ngc_container="24.01", cross_entropy_loss_fusion=True)
 

@@ -296,6 +296,12 @@ def _check_experts(model: Model, plan: Plan) -> None:
             "use '0.13'.",
             kind="options that the engine has no rule for",
         )
+    if options.moe_grouped_gemm and options.ngc_container == OLD_CONTAINER and plan.precision != "bf16-mixed":
+        raise PlanRefused(
+            f"grouped_gemm, which ngc_container={OLD_CONTAINER!r} takes, knows only bfloat16; use "
+            "precision='bf16-mixed', or moe_grouped_gemm=False.",
+            kind="grouped products of other types than bfloat16",
+        )
     if options.moe_grouped_gemm and not options.uses_te:
         raise MissingRule(
             "moe_grouped_gemm with transformer_impl='local' has no rule; use 'transformer_engine', or "

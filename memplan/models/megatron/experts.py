@@ -175,9 +175,9 @@ def by_all_to_all(
 
 
 def scales_outputs(config: TransformerConfig) -> bool:
-    """Whether the experts' outputs are scaled by the probs, as before 2659630721 (release 0.13).
+    """Whether the experts' outputs are scaled by the probs, not their activations.
 
-    Since then their activations are.
+    So it is before 2659630721, up to release 0.12.0.
     """
     return config.release < (0, 13)
 
