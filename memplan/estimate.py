@@ -811,6 +811,7 @@ def estimate(
             overlap_grad_reduce: Megatron reduces gradients in buckets beside the backward pass.
             overlap_param_gather: its distributed optimizer gathers weights beside the forward pass.
             overlap_param_gather_with_optimizer_step: and the first chunk's beside the others' update.
+            use_layer_wise_param_layout: Muon's whole weights in equal parts of buckets, or divided by size.
             microbatch_group_size_per_virtual_pipeline_stage: micro-batches in a row; None: pp.
             num_distributed_optimizer_instances: groups of ranks, each with all of the state.
             ddp_bucket_size: elements of its buckets; None: 40 million, or a million for each rank of dp.

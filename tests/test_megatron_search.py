@@ -18,6 +18,10 @@ ASKED: dict[str, dict[str, Any]] = {
         "global_batch": 8, "seq_len": 16_384, "cp": (2, 4), "overlap_grad_reduce": True,
         "overlap_param_gather": True, "micro_batch": 1, "recompute": ("none", "full"),
     },
+    "qwen3-0.6b": {
+        "global_batch": 16, "seq_len": 4096, "optimizer": "muon", "zero": (0, 1), "micro_batch": (1, 2),
+        "use_layer_wise_param_layout": (True, False),
+    },
 }  # fmt: skip
 
 

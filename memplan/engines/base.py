@@ -15,6 +15,7 @@ from memplan.errors import ContradictoryEstimate, MissingRule, PlanRefused
 from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.mesh import AXES, VIEWS, Group, axis_names
 from memplan.models import Model
+from memplan.optimizers import OF_TORCH
 from memplan.plan import Plan, Rank
 from memplan.record import CollectiveKind, Compute, Stretch
 from memplan.registry import Registry
@@ -210,8 +211,8 @@ class Engine(ABC):
 
     trains_adapters: ClassVar[bool] = False
     """Whether it has rules for adapters beside frozen weights."""
-    has_every_optimizer: ClassVar[bool] = False
-    """Whether it has rules for bitsandbytes' optimizers and Muon."""
+    optimizers: ClassVar[tuple[str, ...]] = OF_TORCH
+    """The optimizers that it has rules for, but for those that its refusals name."""
     axes: ClassVar[tuple[str, ...]] = ()
     """The axes of the mesh that it knows; a plan with several ranks along another one is refused."""
     views: ClassVar[tuple[str, ...]] = ()
@@ -269,7 +270,7 @@ class Engine(ABC):
 
     def _check_optimizer(self, model: Model, plan: Plan) -> None:
         kept = plan.kept
-        if (kept.bits is not None or kept.others is not None) and not self.has_every_optimizer:
+        if plan.optimizer not in self.optimizers:
             whose = "bitsandbytes' optimizers" if kept.others is None else "Muon"
             raise MissingRule(
                 f"optimizer={plan.optimizer!r}: engine={self.name!r} has no rule for {whose}; use adamw, or "

@@ -75,6 +75,7 @@ class EngineOptions(TypedDict, total=False):
     overlap_grad_reduce: bool
     overlap_param_gather: bool
     overlap_param_gather_with_optimizer_step: bool
+    use_layer_wise_param_layout: bool
     microbatch_group_size_per_virtual_pipeline_stage: int | None
     num_distributed_optimizer_instances: int
     ddp_bucket_size: int | None
@@ -84,7 +85,7 @@ class EngineOptions(TypedDict, total=False):
     deterministic_mode: bool
     make_vocab_size_divisible_by: int
     cublas_workspace_config: str
-    megatron_version: Literal["0.13", "0.14", "0.15", "0.16", "0.18"]
+    megatron_version: Literal["0.12", "0.13", "0.14", "0.15", "0.16", "0.18"]
     ngc_container: Literal["24.01", "25.09", "26.04"]
 
 

@@ -124,6 +124,8 @@ READ: Final = frozenset(
         "cross-entropy-loss-fusion",
         "cross-entropy-fusion-impl",
         "deterministic-mode",
+        "optimizer",
+        "no-use-layer-wise-param-layout",
         "use-precision-aware-optimizer",
         "main-grads-dtype",
         "exp-avg-dtype",
@@ -187,6 +189,13 @@ HARMLESS: Final = (
         "moe-router-group-topk",
         "moe-router-topk-scaling",
     ),
+    *(
+        "muon-momentum",
+        "muon-extra-scale-factor",
+        "muon-scale-mode",
+        "muon-coefficient-type",
+        "muon-no-split",
+    ),
     *("rotary-scaling-factor", "mscale", "original-max-position-embeddings", "mtp-loss-scaling-factor"),
     *("no-persist-layer-norm", "use-flash-attn", "accumulate-allreduce-grads-in-fp32"),
 )
@@ -202,7 +211,10 @@ LOAD_BALANCING: Final = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhor
 """How routers balance experts, Megatron's default first."""
 
 AT: Final[Mapping[str, tuple[Any, ...]]] = {
-    "optimizer": ("adam",),
+    "muon-fp32-matmul-prec": ("medium",),
+    "muon-num-ns-steps": (5,),
+    "muon-scalar-optimizer": ("adam",),
+    "muon-tp-mode": ("blockwise",),
     "main-params-dtype": ("fp32",),
     "cuda-graph-impl": ("none",),
 }
@@ -484,7 +496,9 @@ class Arguments:
 
     def _plan(self) -> dict[str, Any]:
         precision = "bf16-mixed" if self.flag("bf16") else "fp16-mixed" if self.flag("fp16") else "fp32"
+        optimizer = self.one_of("optimizer", "adam", "muon")
         return {
+            **({} if optimizer == "adam" else {"optimizer": optimizer}),
             "tp": self.tp,
             "pp": self.pp,
             "cp": self.count("context-parallel-size", 1),
@@ -530,6 +544,7 @@ class Arguments:
             "gradient-accumulation-fusion",
             "masked-softmax-fusion",
             "create-attention-mask-in-dataloader",
+            "use-layer-wise-param-layout",
         ):
             if self.flag(f"no-{name}"):
                 found[name.replace("-", "_")] = False

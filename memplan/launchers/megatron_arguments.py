@@ -28,6 +28,7 @@ NEGATED: Final = (
     "gradient_accumulation_fusion",
     "masked_softmax_fusion",
     "create_attention_mask_in_dataloader",
+    "use_layer_wise_param_layout",
 )
 """The options whose flags begin with --no-."""
 
@@ -129,6 +130,7 @@ def _of_training(model: GPTModel, plan: Plan) -> Iterator[Argument]:
     yield "micro-batch-size", plan.micro_batch
     yield "global-batch-size", plan.global_batch
     yield PRECISIONS.get(plan.precision, "fp32"), plan.precision in PRECISIONS
+    yield "optimizer", "muon" if plan.optimizer == "muon" else None
     yield "use-distributed-optimizer", bool(plan.zero)
     yield "clip-grad", f"{plan.clip_grad_norm or 0:g}"
     if plan.recompute == "full":

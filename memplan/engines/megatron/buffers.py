@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from memplan.engines.megatron.options import MegatronOptions
 from memplan.mesh import Group
+from memplan.models.megatron import WORDS
 from memplan.optimizers import KEPT
 from memplan.shapes import BF16, FP16, FP32, INT16, Buffer, DType, Parameter, buffer_of
 
@@ -57,14 +58,6 @@ class Bucket(NamedTuple):
             n = min(end, last) - max(start, first)
             if n > 0:
                 yield parameter, n
-
-
-class Shard(NamedTuple):
-    """A data-parallel rank's part of a chunk's buckets."""
-
-    buckets: Sequence[Bucket]
-    rank: int
-    n_ranks: int
 
 
 def padded(n: int, multiple: int) -> int:
@@ -134,16 +127,22 @@ class ChunkStates(NamedTuple):
         yield from (self.grad_data, *self.main_params, *self.moments)
 
 
+Owned = Sequence[tuple[Parameter, int]]
+"""The weights of which a rank updates some elements, and how many."""
+
+
 class StateTypes(NamedTuple):
     """The types of `main_grad`, of the main parameters (None: float32 weights have none), and of the moments.
 
-    `is_precise`: Transformer Engine's FusedAdam has the main parameters among its states, of which it keeps
-    the 16 bits that bfloat16 weights lack (`store_param_remainders`).
+    `others`: AdamW's moments, of the weights that Muon does not update. `is_precise`: Transformer Engine's
+    FusedAdam has the main parameters among its states, of which it keeps the 16 bits that bfloat16 weights
+    lack (`store_param_remainders`).
     """
 
     grads: DType
     main: DType | None
     moments: Mapping[str, DType]
+    others: Mapping[str, DType]
     is_precise: bool
 
 
@@ -153,36 +152,38 @@ def state_types(params_dtype: DType, optimizer: str, options: MegatronOptions) -
     narrow = params_dtype == FP16 and not options.accumulate_allreduce_grads_in_fp32
     grads = params_dtype if narrow or options.main_grads_dtype == "bf16" else FP32
     of_main = INT16 if is_precise and params_dtype == BF16 else FP32
+    moments, others = (
+        {name: options.moments.get(name, FP32) for name in names}
+        for names in (KEPT[optimizer].moments, KEPT[optimizer].others or KEPT[optimizer].moments)
+    )
     return StateTypes(
         grads,
         None if params_dtype == FP32 else of_main,
-        {name: options.moments.get(name, FP32) for name in KEPT[optimizer].moments},
+        moments,
+        others,
         is_precise,
     )
 
 
 def chunk_states(
-    parameters: Sequence[Parameter], types: StateTypes, shard: Shard | None, group: Group
+    parameters: Sequence[Parameter], types: StateTypes, owned: Owned, group: Group, n_padded: int | None
 ) -> ChunkStates:
-    """The states of a chunk with these weights; `shard`: this rank's part; None: no distributed optimizer.
+    """The states of a chunk with these weights, of which the rank updates the owned ones.
+
+    `n_padded`: the elements of the buffer that replaces the weights; None: they stay as they are.
 
     Source: megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params,
     megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups.
     """
     weights = tuple([buffer_of(p.name, p.shape, p.dtype, "weights") for p in parameters])
     dtype = parameters[0].dtype
-    param_data = None
-    n_elements = sum([p.n_elements for p in parameters])
-    owned = [(p, p.n_elements) for p in parameters]
-    if shard is not None:
-        n_elements = shard.buckets[-1].end
-        param_data = buffer_of("param_data", (n_elements,), dtype, "weights")
-        owned = [own for bucket in shard.buckets for own in bucket.shard(shard.rank, shard.n_ranks)]
+    param_data = None if n_padded is None else buffer_of("param_data", (n_padded,), dtype, "weights")
+    n_elements = sum([p.n_elements for p in parameters]) if n_padded is None else n_padded
     main = [buffer_of(f"{p.name}.main_param", (n,), types.main, "optimizer") for p, n in owned if types.main]
     moments = [
         buffer_of(f"{p.name}.{name}", (n,), dtype, "optimizer")
         for p, n in owned
-        for name, dtype in types.moments.items()
+        for name, dtype in (types.moments if is_orthogonalized(p) else types.others).items()
     ]
     if types.is_precise:
         main, moments = [], main + moments
@@ -194,3 +195,11 @@ def chunk_states(
         tuple(main),
         tuple(moments),
     )
+
+
+def is_orthogonalized(parameter: Parameter) -> bool:
+    """Whether Muon updates a weight: matrices but the word embeddings' and the output layer's.
+
+    Source: megatron.core.optimizer.emerging_optimizers:_is_nonlinear_or_embedding.
+    """
+    return len(parameter.shape) == 2 and parameter.name not in (WORDS, "output_layer.weight")

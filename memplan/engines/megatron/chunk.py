@@ -6,7 +6,7 @@ from functools import cached_property
 
 from memplan.device import Device
 from memplan.engines.backward import added_to_older, backward_order, from_outside
-from memplan.engines.megatron.options import megatron_options
+from memplan.engines.megatron.options import OLD_CONTAINER, megatron_options
 from memplan.engines.megatron.overlap import Piece
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.models import Model
@@ -43,6 +43,7 @@ def transformer_config(
         etp=plan.etp,
         moe_token_dispatcher_type=options.moe_token_dispatcher_type,
         moe_grouped_gemm=options.moe_grouped_gemm,
+        moe_use_legacy_grouped_gemm=options.ngc_container == OLD_CONTAINER,
         moe_permute_fusion=options.moe_permute_fusion,
         transformer_impl=options.transformer_impl,
         attention_backend=options.attention(device, dropout) if options.uses_te else "local",

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Final, final
@@ -13,14 +14,16 @@ from memplan.engines.megatron.buffers import (
     USUAL_BUCKET_PER_RANK,
     Bucket,
     ChunkStates,
-    Shard,
+    Owned,
     StateTypes,
     buckets_of,
     chunk_states,
+    is_orthogonalized,
     state_types,
 )
 from memplan.engines.megatron.chunk import ModelChunk
-from memplan.engines.megatron.options import MegatronOptions, megatron_options
+from memplan.engines.megatron.muon import orthogonalizing, ping_pong, shard_aligned
+from memplan.engines.megatron.options import OLD_CONTAINER, MegatronOptions, divides_by_size, megatron_options
 from memplan.engines.megatron.overlap import (
     GRADIENTS,
     WEIGHTS,
@@ -35,6 +38,7 @@ from memplan.memory import Alive
 from memplan.models import Model
 from memplan.models.base import Layers
 from memplan.models.megatron import EXPERTS, WORDS, gpt_model
+from memplan.optimizers import OF_TORCH
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.record import (
     COMPUTE,
@@ -107,6 +111,11 @@ class MegatronRank:
         return any(kind == EXPERTS for chunk in self.chunks for kind, _ in chunk.layers)
 
     @property
+    def uses_muon(self) -> bool:
+        """Whether Muon updates matrices."""
+        return self.plan.optimizer == "muon"
+
+    @property
     def state_types(self) -> StateTypes:
         """The types of gradients, main parameters and moments."""
         return state_types(self.chunks[0].params_dtype, self.plan.optimizer, self.options)
@@ -129,31 +138,78 @@ class MegatronRank:
     @cached_property
     def states(self) -> list[ChunkStates]:
         """Weights, gradient buffers, main parameters and moments of each chunk, experts' last."""
-        plan, found = self.plan, []
-        for own in self._divisions():
-            shard = Shard(own.buckets, own.place % own.n_ranks, own.n_ranks) if plan.zero else None
-            found.append(chunk_states(own.parameters, self.state_types, shard, own.group))
-        return found
+        types, padded = self.state_types, self.plan.zero and not divides_by_size(self.plan)
+        return [
+            chunk_states(
+                own.parameters, types, self._owned(own), own.group, own.buckets[-1].end if padded else None
+            )
+            for own in self.divisions
+        ]
 
-    def _divisions(self) -> Iterator[Division]:
+    @cached_property
+    def divisions(self) -> list[Division]:
         """The weights of each chunk by the ranks that reduce their gradients, experts' after the others'.
 
         Source: megatron.core.distributed.distributed_data_parallel:group_params_for_buffers.
         """
+        plan, found = self.plan, list[Division]()
+        apart = self.uses_muon and plan.zero and not divides_by_size(plan)
+        groups = {plan.shard_group: plan.n_shards} | ({"efsdp": plan.efsdp} if plan.ep > 1 else {})
+        for (group, n_ranks), (local, chunk) in product(groups.items(), enumerate(self.chunks)):
+            n, size = n_ranks // self.options.num_distributed_optimizer_instances, self.bucket_size(local)
+            kinds: dict[bool, list[Parameter]] = {}
+            for p in chunk.parameters():
+                if (OF_EXPERTS in p.name and plan.ep > 1) == (group == "efsdp"):
+                    kinds.setdefault(bool(apart) and is_orthogonalized(p), []).append(p)
+            for of_muon, own in kinds.items():
+                aligned = shard_aligned(own, size, n) if of_muon else None
+                buckets = aligned or buckets_of(own, size, n, self.shared(chunk))
+                found.append(Division(local, group, n, own, buckets))
+        return found
+
+    def _place(self, division: Division, dp_rank: int) -> int:
+        """A data-parallel rank's place among the ranks that divide the optimizer's states."""
         plan = self.plan
-        place = self.rank.dp * plan.cp + self.rank.cp
-        groups = [(plan.shard_group, plan.n_shards, place)]
-        if plan.ep > 1:
-            groups.append(("efsdp", plan.efsdp, (place * plan.tp + self.rank.tp) // (plan.ep * plan.etp)))
-        for (group, n_ranks, own), (local, chunk) in product(groups, enumerate(self.chunks)):
-            of_experts = group == "efsdp"
-            parameters = [
-                p for p in chunk.parameters() if (OF_EXPERTS in p.name and plan.ep > 1) == of_experts
-            ]
-            if parameters:
-                n = n_ranks // self.options.num_distributed_optimizer_instances
-                buckets = buckets_of(parameters, self.bucket_size(local), n, self.shared(chunk))
-                yield Division(local, group, own, n, parameters, buckets)
+        place = dp_rank * plan.cp + self.rank.cp
+        if division.group == "efsdp":
+            place = (place * plan.tp + self.rank.tp) // (plan.ep * plan.etp)
+        return place % division.n_ranks
+
+    def _owned(self, division: Division, dp_rank: int | None = None) -> Owned:
+        """What of its weights a data-parallel rank updates; by size: of all chunks' at once."""
+        place = self._place(division, self.rank.dp if dp_rank is None else dp_rank)
+        if divides_by_size(self.plan):
+            together = [one for one in self.divisions if one.group == division.group]
+            whole = [p for one in together if division is together[0] for p in one.parameters]
+            return [(p, p.n_elements) for p in ping_pong(whole, place, division.n_ranks)]
+        if self.plan.zero:
+            return [own for bucket in division.buckets for own in bucket.shard(place, division.n_ranks)]
+        return [(p, p.n_elements) for p in division.parameters]
+
+    @property
+    def fullest(self) -> int:
+        """The data-parallel rank with most of the optimizer's states: one of several where Muon divides."""
+        if not (self.plan.zero and self.uses_muon):
+            return 0
+        types = self.state_types
+        of_muon, of_others = len(types.moments) + 1, len(types.others) + 1
+
+        def n_elements(dp_rank: int) -> int:
+            owned = [each for own in self.divisions for each in self._owned(own, dp_rank)]
+            return sum([n * (of_muon if is_orthogonalized(p) else of_others) for p, n in owned])
+
+        return max(range(self.plan.dp), key=n_elements)
+
+    @cached_property
+    def matrices(self) -> list[Parameter]:
+        """The weights that this rank's Muon updates."""
+        owned = [p for own in self.divisions for p, _ in self._owned(own)] if self.uses_muon else []
+        return [p for p in owned if is_orthogonalized(p)]
+
+    @cached_property
+    def orthogonalizing(self) -> tuple[list[Stretch], frozenset[Buffer]]:
+        """Muon's updates, and their products."""
+        return orthogonalizing(self.matrices)
 
     @cached_property
     def main_grads(self) -> list[Buffer]:
@@ -174,7 +230,7 @@ class MegatronRank:
         plan, options, device = self.plan, self.options, self.device
         if options.uses_te or self.has_experts:  # routers take its products
             yield buffer_of("Transformer Engine's workspace", (te_workspace_bytes(device),), UINT8)
-            if options.moe_grouped_gemm and self.has_experts:
+            if options.moe_grouped_gemm and self.has_experts and options.ngc_container != OLD_CONTAINER:
                 for _ in range(GROUPED_STREAMS):
                     yield buffer_of("grouped products' workspace", (te_workspace_bytes(device),), UINT8)
         if options.uses_te:
@@ -203,10 +259,11 @@ class MegatronRank:
     def cublas_workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
         """PyTorch's cuBLAS workspaces of the caller's thread and of autograd's, each with its products.
 
-        The first of these products allocates it. Transformer Engine's products have their own.
+        Muon's are the caller's. The first product allocates it. Transformer Engine's have their own.
         """
         n_bytes = self.options.cublas_workspace_bytes(self.device)
         forward = frozenset[Buffer]().union(*[chunk.trace.products for chunk in self.chunks])
+        forward |= self.orthogonalizing[1]
         backward = frozenset[Buffer]().union(*[chunk.trace.products_backward for chunk in self.chunks])
         workspace = buffer_of("cuBLAS workspace", (n_bytes,), UINT8)
         return tuple([(products, workspace) for products in (forward, backward) if products])
@@ -252,6 +309,7 @@ class MegatronRank:
             if not p.name.startswith(("embedding.", "output_layer."))
             and not p.name.endswith("router.weight")
             and ".experts.linear_fc" not in p.name
+            and ".experts.weight" not in p.name
         }
         if self.last and self.options.release >= (0, 14):
             model = self.chunks[-1].model
@@ -290,16 +348,18 @@ class MegatronRank:
         passes = forward_backward(self.plan, self.rank.pp, self.chunks, first_step=first)
         for local in range(len(self.chunks)):
             passes = self._with_traffic(passes, local)
-        return chain(
-            "step", dropped, *passes, events(UPDATE_NAME, [*self._communication(), *allocs(*self.main_grads)])
-        )
+        update = events(UPDATE_NAME, [*self._communication(), *allocs(*self.main_grads)])
+        if self.uses_muon:
+            gathered = events("gather of weights", self._gathered_by_size())
+            update = chain(UPDATE_NAME, update, *self.orthogonalizing[0], gathered)
+        return chain("step", dropped, *passes, update)
 
     def _with_traffic(self, passes: list[Stretch], local: int) -> list[Stretch]:
         """The passes, of which a chunk's first gathers its weights, and its last reduces its gradients."""
         chunk, options = self.chunks[local], self.options
         own = [
             each
-            for each in zip(self._divisions(), self.states, strict=True)
+            for each in zip(self.divisions, self.states, strict=True)
             if each[0].local == local and self.plan.mesh.size(each[0].group) > 1
         ]
         if options.overlap_grad_reduce and own:
@@ -316,9 +376,9 @@ class MegatronRank:
         self, states: ChunkStates, buckets: Sequence[Bucket] = (), stream: str = COMPUTE
     ) -> list[Collective]:
         """The reductions of each bucket of gradients, or of all; without ZeRO there is no padding."""
-        kind: CollectiveKind = "reduce_scatter" if self.plan.zero else "all_reduce"
-        size = states.grad_data.dtype.itemsize
-        n_bytes = [size * (one.n_elements if self.plan.zero else one.unpadded) for one in buckets]
+        padded, size = states.param_data is not None, states.grad_data.dtype.itemsize
+        kind: CollectiveKind = "reduce_scatter" if padded else "all_reduce"
+        n_bytes = [size * (one.n_elements if padded else one.unpadded) for one in buckets]
         return [
             Collective(kind=kind, axis=states.group, what="gradients", payload_bytes=n, stream=stream)
             for n in n_bytes or [states.grad_data.n_bytes]
@@ -347,6 +407,21 @@ class MegatronRank:
             if self.plan.mesh.size(states.group) > 1:
                 yield from [] if self.options.overlap_grad_reduce else self._reduced(states)
                 yield from [] if self.options.overlap_param_gather else self._gathered(states)
+
+    def _gathered_by_size(self) -> Iterator[Event]:
+        """The gather of whole weights of several lengths, all of which are there twice for a moment.
+
+        Source: megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params.
+        """
+        for group, n_ranks in dict.fromkeys([(own.group, own.n_ranks) for own in self.divisions]):
+            if divides_by_size(self.plan) and n_ranks > 1:
+                weights = [p for own in self.divisions if own.group == group for p in own.parameters]
+                n, dtype = sum([p.n_elements for p in weights]), weights[0].dtype
+                gathered = buffer_of("gathered weights", (n,), dtype)
+                sent = Collective(
+                    kind="all_gather", axis=group, what="weights", payload_bytes=gathered.n_bytes
+                )
+                yield from (*allocs(gathered), sent, *frees(gathered))
 
     def program(self) -> AllocatorProgram:
         """The rank's allocations and frees in order, as the caching allocator sees them."""
@@ -401,6 +476,7 @@ class MegatronEngine(Engine):
     refusals = REFUSALS
     options = MegatronOptions
     gives_bounds = True
+    optimizers = (*OF_TORCH, "muon")
 
     def confirmed_on(self, device: Device) -> Confirmation:
         return "unconfirmed"
@@ -432,7 +508,10 @@ class MegatronEngine(Engine):
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         known: dict[_Ends, ModelChunk] = {}
         for pp_rank in range(plan.pp):
-            yield MegatronRank(model, plan, Rank(pp=pp_rank, cp=plan.cp - 1), device, known).record
+            rank = MegatronRank(model, plan, Rank(pp=pp_rank, cp=plan.cp - 1), device, known)
+            if fullest := rank.fullest:
+                rank = MegatronRank(model, plan, replace(rank.rank, dp=fullest), device, known)
+            yield rank.record
 
     def play_rank(
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None = None

@@ -20,14 +20,14 @@ CROSS_ENTROPY_IMPLS: Final = ("native", "te")
 RECOMPUTE_MODULES: Final = frozenset(
     ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 )
-MEGATRON_VERSIONS: Final = ("0.13", "0.14", "0.15", "0.16", "0.18")
+MEGATRON_VERSIONS: Final = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.18")
 
 STATE_TYPES: Final[Mapping[str, DType]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
 NGC_CONTAINERS: Final[Mapping[str, Release]] = {"24.01": (2, 2), "25.09": (2, 9), "26.04": (2, 12)}
 """NVIDIA's containers in which it ran Megatron's tests, and their releases of PyTorch."""
 
 OLD_CONTAINER: Final = "24.01"
-"""The container with FlashAttention 2.0, not deterministic, and without grouped products."""
+"""With FlashAttention 2.0, not deterministic, and Transformer Engine 1.2, without grouped products."""
 
 
 def _workspace_config(text: str) -> str:
@@ -142,6 +142,14 @@ class MegatronOptions:
     )
     num_distributed_optimizer_instances: int = described(
         1, Count("Groups of data-parallel ranks, each with all of the optimizer's state", word="instances")
+    )
+    use_layer_wise_param_layout: bool = described(
+        True,
+        Flag(
+            "Muon under the distributed optimizer: whole weights in equal parts of buckets, or, turned off, "
+            "divided by size alone",
+            word="param-layout",
+        ),
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = described(
         None,
@@ -281,3 +289,13 @@ class MegatronOptions:
 def megatron_options(plan: Plan) -> MegatronOptions:
     """The options of a plan of the Megatron engine."""
     return plan.options or MegatronOptions()
+
+
+def divides_by_size(plan: Plan) -> bool:
+    """Whether Muon's layer-wise optimizer gives whole weights to ranks by size, beside plain buffers.
+
+    Source: megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.shard_params.
+    """
+    options = megatron_options(plan)
+    aligned = options.use_layer_wise_param_layout and options.release >= (0, 18)
+    return bool(plan.zero) and plan.optimizer == "muon" and not aligned

@@ -38,12 +38,11 @@ class Piece(NamedTuple):
 class Division(NamedTuple):
     """Weights of a chunk whose gradients one group of ranks reduces, in buckets.
 
-    `place`: the rank's place among these ranks, of which `n_ranks` divide the optimizer's states.
+    `n_ranks`: how many of these ranks divide the optimizer's states.
     """
 
     local: int
     group: Group
-    place: int
     n_ranks: int
     parameters: Sequence[Parameter]
     buckets: Sequence[Bucket]

@@ -5,7 +5,12 @@ from typing import Any, Final
 
 from memplan.engines.base import Rule
 from memplan.engines.megatron.chunk import PARAMS_DTYPES
-from memplan.engines.megatron.options import OLD_CONTAINER, RECOMPUTE_MODULES, megatron_options
+from memplan.engines.megatron.options import (
+    OLD_CONTAINER,
+    RECOMPUTE_MODULES,
+    divides_by_size,
+    megatron_options,
+)
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model
@@ -14,7 +19,7 @@ from memplan.plan import Plan
 
 SUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "zero": (0, 1),
-    "optimizer": ("adam", "adamw"),
+    "optimizer": ("adam", "adamw", "muon"),
     "schedule": ("1f1b", "interleaved-1f1b"),
     "offload": (False,),
     "loss_chunks": (1,),
@@ -99,8 +104,12 @@ def _check_options(model: Model, plan: Plan) -> None:
             f"divide the {plan.n_shards} ranks of {plan.shard_group}; use zero=1 and a divisor.",
             kind="instances of the distributed optimizer that do not divide dp",
         )
-    if options.ngc_container == OLD_CONTAINER:
-        _check_old_container(model, plan)
+    if options.ngc_container == OLD_CONTAINER and options.compiles_loss:
+        raise MissingRule(
+            f"ngc_container={OLD_CONTAINER!r} has no rule for a compiled loss; use another container, or "
+            "cross_entropy_fusion_impl='te'.",
+            kind="options that the engine has no rule for",
+        )
     if options.compiles_loss and plan.precision != "bf16-mixed":
         raise MissingRule(
             "cross_entropy_fusion_impl='native' makes gradients in bfloat16; use precision='bf16-mixed', or "
@@ -204,15 +213,48 @@ def _check_states(model: Model, plan: Plan) -> None:
         )
 
 
-def _check_old_container(model: Model, plan: Plan) -> None:
-    """Raise for what has no rule with the software of NGC 24.01."""
-    options, moe = megatron_options(plan), gpt_model(model).moe
-    if options.compiles_loss or (moe and options.moe_grouped_gemm and options.uses_te):
-        raise MissingRule(
-            f"ngc_container={OLD_CONTAINER!r} has no rule for grouped products or a compiled "
-            "loss; use another container, moe_grouped_gemm=False, or cross_entropy_fusion_impl='te'.",
-            kind="options that the engine has no rule for",
-        )
+def _check_muon(model: Model, plan: Plan) -> None:
+    """Raise for what Megatron's Muon and its layer-wise optimizer refuse, or for what has no rule.
+
+    Source: megatron.core.optimizer:_get_megatron_emerging_optimizer,
+    megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.
+    """
+    options, own = megatron_options(plan), gpt_model(model)
+    if plan.optimizer != "muon":
+        return
+    refused = (
+        (options.release < (0, 16), f"megatron_version={options.megatron_version!r}", "0.16 or later"),
+        (plan.precision == "fp16-mixed", "precision='fp16-mixed'", "precision='bf16-mixed'"),
+        (options.num_distributed_optimizer_instances > 1, "instances of the optimizer", "one"),
+        (
+            options.overlap_param_gather_with_optimizer_step,
+            "overlap_param_gather_with_optimizer_step=True",
+            "False",
+        ),
+    )
+    for applies, what, instead in refused:
+        if applies:
+            raise PlanRefused(
+                f"Megatron's Muon does not support {what}; use {instead}.",
+                kind="what Megatron's Muon refuses",
+            )
+    without_rule = (
+        (plan.precision == "fp32", "precision='fp32'"),
+        (options.use_precision_aware_optimizer, "use_precision_aware_optimizer=True"),
+        (own.sees_all, f"model={model.name!r}"),
+        (own.mtp_num_layers > 0, "multi-token prediction"),
+        (
+            options.overlap_param_gather and divides_by_size(plan),
+            "overlap_param_gather=True and weights divided by size (use_layer_wise_param_layout=False, or "
+            "before release 0.18)",
+        ),
+    )
+    for applies, what in without_rule:
+        if applies:
+            raise MissingRule(
+                f"optimizer='muon' with {what} has no rule in the Megatron engine; use adamw.",
+                kind="Megatron's Muon beside other options",
+            )
 
 
 def _check_experts(model: Model, plan: Plan) -> None:
@@ -248,6 +290,18 @@ def _check_experts(model: Model, plan: Plan) -> None:
             kind="experts under tensor parallelism without sequence parallelism",
         )
     options = megatron_options(plan)
+    if options.release < (0, 13) and (moe.router_in_fp32 or not options.moe_grouped_gemm):
+        raise MissingRule(
+            "megatron_version='0.12' has no rule for experts one after the other, or a router in float32; "
+            "use '0.13'.",
+            kind="options that the engine has no rule for",
+        )
+    if options.moe_grouped_gemm and options.ngc_container == OLD_CONTAINER and plan.precision != "bf16-mixed":
+        raise PlanRefused(
+            f"grouped_gemm, which ngc_container={OLD_CONTAINER!r} takes, knows only bfloat16; use "
+            "precision='bf16-mixed', or moe_grouped_gemm=False.",
+            kind="grouped products of other types than bfloat16",
+        )
     if options.moe_grouped_gemm and not options.uses_te:
         raise MissingRule(
             "moe_grouped_gemm with transformer_impl='local' has no rule; use 'transformer_engine', or "
@@ -323,5 +377,6 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     _check_recomputation,
     _check_options,
     _check_states,
+    _check_muon,
 )
 """The checks of a plan, in order."""

@@ -16,7 +16,7 @@ from memplan.engines.torch.step import Player
 from memplan.hardware import gpu
 from memplan.mesh import AXES
 from memplan.models import Layers, Model, TracedModel, counted_weights
-from memplan.optimizers import LEAST_PAGED
+from memplan.optimizers import LEAST_PAGED, OPTIMIZERS
 from memplan.plan import Plan, Rank
 from memplan.shapes import FP32
 from memplan.tape import Backend
@@ -33,7 +33,7 @@ class TorchEngine(Engine):
     options = TorchOptions
     gives_bounds = True
     trains_adapters = True
-    has_every_optimizer = True
+    optimizers = OPTIMIZERS
     confirmed_gpus = ("a100-80-sxm", "h100-sxm", "h200", "b200")
 
     def check_device(self, plan: Plan, device: Device) -> None:

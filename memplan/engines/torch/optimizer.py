@@ -7,6 +7,7 @@ is sharded, or partial sums. Every operation that reads both makes a copy with t
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from memplan.engines.newton_schulz import STEPS, newton_schulz_products
 from memplan.engines.stage import trained
 from memplan.engines.torch.sharding import partial_sum
 from memplan.engines.torch.stage import RankStages
@@ -15,14 +16,11 @@ from memplan.mesh import WORLD, Group
 from memplan.placements import Partial, Shard
 from memplan.record import (
     Collective,
-    Compute,
-    ComputeKind,
     Event,
     Stretch,
     allocs,
     chain,
     events,
-    flops_of,
     frees,
     repeated,
 )
@@ -33,9 +31,6 @@ Counted = Sequence[tuple[Parameter, int]]
 
 CUDA_CHUNK_ELEMENTS: Final = 65536
 """Elements per block of a CUDA kernel over a list of tensors (`kChunkSize` in MultiTensorApply.cuh)."""
-
-NEWTON_SCHULZ_STEPS: Final = 5
-"""Of each update of a matrix (`torch.optim._muon:DEFAULT_NS_STEPS`)."""
 
 UPDATE_NAME: Final = "optimizer step"
 """The name of the stretch before which the first step allocates the optimizer's state."""
@@ -151,27 +146,14 @@ def _newton_schulz(stages: RankStages, parameter: Parameter, grad: Buffer) -> tu
         Buffer(f"{name} (sums of squares)", (), FP32, n_bytes, "temporaries")
         for n_bytes in norm_scratch(stages.update_device, parameter.n_elements, itemsize=FP32.itemsize)
     ]
-    b = parameter.n_elements // a
-    products = {gram: _product(a, b, a), polynomial: _product(a, a, a), x: _product(a, a, b)}
+    products = dict(zip((gram, polynomial, x), newton_schulz_products(parameter.shape), strict=True))
     found = [*(allocs(x) if is_copied else ()), *allocs(norm, *scratch), *frees(*scratch)]
     found += (*allocs(clamped), *frees(norm, clamped))
-    for i in range(NEWTON_SCHULZ_STEPS):
+    for i in range(STEPS):
         for product in (gram, polynomial, x):
             replaces = i > 0 or (product is x and is_copied)
             found += (*allocs(product), products[product], *(frees(product) if replaces else ()))
     return [*found, *frees(gram, polynomial)], x
-
-
-def _product(m: int, k: int, n: int) -> Compute:
-    operands = ((m, k), (k, n))
-    return Compute(
-        kind=ComputeKind.MM,
-        operands=operands,
-        phase="update",
-        flops=flops_of(ComputeKind.MM, operands),
-        shape=(m, n),
-        dtype=BF16,
-    )
 
 
 def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:

@@ -15,7 +15,7 @@ class TransformerConfig(NamedTuple):
     `recompute_modules` are computed again in the backward pass, and with `recomputes_mtp` the depths of
     multi-token prediction. `cross_entropy` is the fused loss ("native" or "te"; empty: none). `ep` ranks have
     different experts, each of which `etp` ranks divide (`expert_model_parallel_size`,
-    `expert_tensor_parallel_size`).
+    `expert_tensor_parallel_size`); `moe_use_legacy_grouped_gemm`: their products are those of grouped_gemm.
     """
 
     tp: int = 1
@@ -27,6 +27,7 @@ class TransformerConfig(NamedTuple):
     etp: int = 1
     moe_token_dispatcher_type: str = "allgather"
     moe_grouped_gemm: bool = False
+    moe_use_legacy_grouped_gemm: bool = False
     moe_permute_fusion: bool = False
     normalization: str = "LayerNorm"
     transformer_impl: str = "transformer_engine"

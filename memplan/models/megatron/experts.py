@@ -138,9 +138,10 @@ def by_all_gather(
     wide = probs.dtype
     tokens, probs = gathered(tokens, probs, n, config)
     rows, own_probs = permuted_own(tokens, probs, n, config)
-    y = experts(rows, own_probs, moe, n, config, swiglu=swiglu)
+    late = scales_outputs(config)
+    y = experts(rows, None if late else own_probs, moe, n, config, swiglu=swiglu)
     del rows
-    y = unpermuted(y, n.n_gathered, config)
+    y = unpermuted(times_probs(y, own_probs) if late else y, n.n_gathered, config)
     return summed_over(y, wide, expert_ranks(config)) if n.n_gathered > n.n_tokens else y
 
 
@@ -151,21 +152,34 @@ def by_all_to_all(
 
     Source: megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.
     """
-    wide, over_etp = probs.dtype, {"etp": config.etp}
-    copies, probs = permuted(tokens, probs, moe, n, config)
-    received, probs = all_to_all(copies, config), all_to_all(probs, config)
+    wide, over_etp, own = probs.dtype, {"etp": config.etp}, None
+    copies, scales = permuted(tokens, probs, moe, n, config)
+    del probs
+    received = all_to_all(copies, config)
+    if not scales_outputs(config):
+        own = all_to_all(scales, config)
+        del scales
     rows = received
     if config.etp > 1:
-        rows, probs = of_all(rows, over_etp), of_all(probs, over_etp)
+        rows, own = of_all(rows, over_etp), own and of_all(own, over_etp)
     if n.n_own_experts > 1:
-        rows, probs = sorted_chunks(rows), sorted_chunks(probs)
-    y = experts(rows, probs, moe, n, config, swiglu=swiglu)
+        rows, own = sorted_chunks(rows), own and sorted_chunks(own)
+    y = experts(rows, own, moe, n, config, swiglu=swiglu)
     del rows
     if n.n_own_experts > 1:
         y = sorted_chunks(y)
     if config.etp > 1:
         y = summed_over(y, wide, over_etp)
-    return unpermuted(all_to_all(y, config), n.n_tokens, config)
+    y = all_to_all(y, config)
+    return unpermuted(times_probs(y, scales) if scales_outputs(config) else y, n.n_tokens, config)
+
+
+def scales_outputs(config: TransformerConfig) -> bool:
+    """Whether the experts' outputs are scaled by the probs, not their activations.
+
+    So it is before 2659630721, up to release 0.12.0.
+    """
+    return config.release < (0, 13)
 
 
 def router(h: Tensor, moe: MoE, n: Routed) -> Tensor:
@@ -416,9 +430,9 @@ def unpermuted(y: Tensor, n_tokens: int, config: TransformerConfig) -> Tensor:
 
 
 def experts(
-    x: Tensor, probs: Tensor, moe: MoE, n: Routed, config: TransformerConfig, *, swiglu: bool
+    x: Tensor, probs: Tensor | None, moe: MoE, n: Routed, config: TransformerConfig, *, swiglu: bool
 ) -> Tensor:
-    """The outputs of this rank's experts for the rows of each, times their probs.
+    """The outputs of this rank's experts for the rows of each, times their probs, if there are any.
 
     Source: megatron.core.transformer.moe.experts:SequentialMLP,
     megatron.core.transformer.moe.experts:TEGroupedMLP.
@@ -426,7 +440,7 @@ def experts(
     alone = config._replace(tp=1, sequence_parallel=False)
     width, hidden = moe.ffn_hidden_size // config.etp, x.shape[-1]
     n_out = 2 * width if swiglu else width
-    if config.moe_grouped_gemm:
+    if config.moe_grouped_gemm or probs is None:  # sequential ones always have probs
         y = grouped_linear(x, "mlp.experts.linear_fc1", n_out, n, alone)
         return grouped_output(y, probs, hidden, n, alone, swiglu=swiglu)
 
@@ -444,56 +458,70 @@ def experts(
 
 
 def grouped_output(
-    x: Tensor, probs: Tensor, n_out: int, n: Routed, config: TransformerConfig, *, swiglu: bool
+    x: Tensor, probs: Tensor | None, n_out: int, n: Routed, config: TransformerConfig, *, swiglu: bool
 ) -> Tensor:
     """The experts' second product, of activations times each row's prob; it saves the scaled activations.
 
     Source: megatron.core.transformer.moe.experts:TEGroupedMLP.forward.
     """
-    name = "mlp.experts.linear_fc2"
+    name, legacy = "mlp.experts.linear_fc2", config.moe_use_legacy_grouped_gemm
     if "moe_act" not in config.recompute_modules:
-        return grouped_linear(activated(x, probs, swiglu=swiglu), name, n_out, n, config)
-    (h,), region = x.tape.computed_again(lambda x: (activated(x, probs, swiglu=swiglu),), x)
+        return grouped_linear(activated(x, probs, swiglu=swiglu, compiled=legacy), name, n_out, n, config)
+    (h,), region = x.tape.computed_again(lambda x: (activated(x, probs, swiglu=swiglu, compiled=legacy),), x)
     y = grouped_linear(h, name, n_out, n, config)
     x.tape.discard((h,), region, y)
     return y
 
 
-def activated(x: Tensor, probs: Tensor, *, swiglu: bool) -> Tensor:
+def activated(x: Tensor, probs: Tensor | None, *, swiglu: bool, compiled: bool = False) -> Tensor:
     """The activation of each row times its prob: SwiGLU as one kernel, GELU and the product as two.
+
+    `compiled`: GELU as one kernel too, that of GroupedMLP's `activation_func_with_probs`.
 
     Source: megatron.core.fusions.fused_bias_swiglu:WeightedSwiGLUFunction, megatron.core.transformer.mlp:MLP.
     """
+    if probs is None:
+        return (bias_swiglu if swiglu else bias_gelu)(x, None)
     tape, dtype, wide = x.tape, x.dtype, probs.dtype
     n, width = x.shape
 
     def of_kernel(grad: Tensor, saved: Saved) -> Grads:
         return grad.tape.new("grad", (n, width), dtype), grad.tape.new("grad of probs", (n,), wide)
 
-    if swiglu:
+    if swiglu or compiled:
         node = tape.node((x.node, probs.node), (x, probs), of_kernel)
-        return tape.new("weighted SwiGLU", (n, width // 2), dtype, node)
+        return tape.new("weighted activations", (n, width // 2 if swiglu else width), dtype, node)
+    return tape.cast(times_probs(bias_gelu(x, None), probs), dtype)
 
-    def of_product(grad: Tensor, saved: Saved) -> Grads:
+
+def times_probs(x: Tensor, probs: Tensor) -> Tensor:
+    """Each row times its prob, in the probs' type; saves both."""
+    tape, dtype, wide = x.tape, x.dtype, probs.dtype
+    n, width = x.shape
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
         of_x = grad.tape.new("grad", (n, width), wide)
         of_probs = grad.tape.new("grad of each row's features", (n, width), wide)
         return Expanded(of_x, (n, width), dtype), Expanded(of_probs, (n,), wide)
 
-    y = bias_gelu(x, None)
-    node = tape.node((y.node, probs.node), (y, probs), of_product)
-    return tape.cast(tape.new("weighted GELU", (n, width), wide, node), dtype)
+    node = tape.node((x.node, probs.node), (x, probs), backward)
+    return tape.new("rows times probs", (n, width), wide, node)
 
 
 def grouped_linear(x: Tensor, name: str, n_out: int, n: Routed, config: TransformerConfig) -> Tensor:
     """The products of each expert's rows and weight; saves x.
 
-    Backward returns a gradient of each weight, empty if the product has added it to main_grad.
+    Backward returns a gradient of each weight, empty if the product has added it to main_grad. GroupedMLP has
+    one weight for all experts.
 
-    Source: transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.
+    Source: transformer_engine.pytorch.module.grouped_linear:_GroupedLinear,
+    megatron.core.transformer.moe.experts:GroupedMLP (of release 0.15), grouped_gemm.ops:GroupedGemm.
     """
     tape, shape, dtype = x.tape, x.shape, x.dtype
-    of_weight = n_out, shape[-1]
-    weights = [tape.parameter(f"{name}.weight{i}", of_weight) for i in range(n.n_own_experts)]
+    of_weight, names = (n_out, shape[-1]), [f"{name}.weight{i}" for i in range(n.n_own_experts)]
+    if config.moe_use_legacy_grouped_gemm:
+        of_weight, names = (n.n_own_experts * n_out, shape[-1]), [name.replace("linear_fc", "weight")]
+    weights = [tape.parameter(one, of_weight) for one in names]
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         tape = grad.tape
