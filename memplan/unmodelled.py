@@ -71,10 +71,13 @@ ROWS: Final = (
         },
     ),
     NotModelled(
-        "offloading of activations",
-        "would copy what backward needs to the host and back",
-        "use recompute='full', which keeps a block's input only",
-        keywords="offload_activations activation_offload activation_offloading cpu_offload_activations",
+        "offloading of activations by streams of its own (OffloadActivations of TRL and torchtune)",
+        "would copy what backward needs to the host and back beside the computation",
+        "use activation_offloading='save_on_cpu' with recompute='full', which waits for the copies",
+        keywords=(
+            "offload_activations activation_offload enable_activation_offloading cpu_offload_activations"
+        ),
+        values={"activation_offloading": "offloadactivations streams true"},
     ),
     NotModelled(
         "offloading of the optimizer state alone",

@@ -469,7 +469,12 @@ def run_block(model: Model, tape: Tape, x: Tensor, kind: BlockKind) -> Tensor:
     with tape.named(f"{name}.*"), tape.cast_arguments():
         if recompute == "none":
             return model.block(x, name)
-        return tape.recomputed(lambda y: model.block(y, name), x, selective=recompute == "selective")
+        return tape.recomputed(
+            lambda y: model.block(y, name),
+            x,
+            selective=recompute == "selective",
+            beside=model.blocks_called_with(tape.context.seq_len),
+        )
 
 
 def entry_of(model: Model, tape: Tape, *, first: bool) -> Tensor:

@@ -62,6 +62,9 @@ class HuggingFaceModel(Decoder, ABC):
 
         return config_of(self)
 
+    def blocks_called_with(self, seq_len: int) -> tuple[Buffer, ...]:
+        return ()
+
     def logits(self, x: Tensor) -> Tensor:
         """The logits from the last norm's output, which lives until the loss is computed."""
         x.tape.let_go()

@@ -25,6 +25,7 @@ from validate.suites.divided import gpu_divided
 from validate.suites.families import gpu_families
 from validate.suites.float8 import gpu_float8
 from validate.suites.models import in_small
+from validate.suites.offloading import gpu_offloading
 from validate.suites.optimizers import gpu_optimizers
 from validate.suites.wild import gpu_wild
 
@@ -466,6 +467,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-adapters": gpu_adapters,
     "gpu-compiled": gpu_compiled,
     "gpu-float8": gpu_float8,
+    "gpu-offloading": gpu_offloading,
     "gpu-optimizers": gpu_optimizers,
     "gpu-families": gpu_families,
 }

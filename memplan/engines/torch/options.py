@@ -14,6 +14,7 @@ BACKWARD_PREFETCHES: Final = ("pre", "post", "none")
 OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 COMPILES: Final = ("none", "block")
 FLOAT8: Final = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+ACTIVATION_OFFLOADING: Final = ("none", "save_on_cpu")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "no_sync")
 """The options of FullyShardedDataParallel alone."""
@@ -78,6 +79,15 @@ class TorchOptions:
             "quantize.linear.float8",
             choices=FLOAT8,
             word="float8",
+        ),
+    )
+    activation_offloading: str = described(
+        "none",
+        Choice(
+            "Keep what recomputed blocks keep, their inputs, in the host's page-locked memory: "
+            "torch.autograd.graph.save_on_cpu around each, as PyTorch's offload_wrapper",
+            choices=ACTIVATION_OFFLOADING,
+            word="activations",
         ),
     )
     optimizer_impl: str = described(

@@ -491,6 +491,27 @@ def _check_float8(model: Model, plan: Plan) -> None:
     )
 
 
+def _check_activation_offloading(model: Model, plan: Plan) -> None:
+    """Raise for activations on the host where no block is recomputed, or beside what has no rule."""
+    option, float8 = torch_options(plan).activation_offloading, torch_options(plan).float8
+    if option == "none":
+        return
+    not_modelled = (
+        (plan.recompute == "none", "recompute='none', which would copy weights too,", "recompute='full'"),
+        *[(plan.mesh.size(axis) > 1, f"{axis}={plan.mesh.size(axis)}", f"{axis}=1") for axis in NOT_COMPILED],
+        (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
+        (compiled_blocks(plan) is not None, "compile='block'", "compile='none'"),
+        (float8 != "none", f"float8={float8!r}", "float8='none'"),
+        (isinstance(model, TracedModel), "a traced model", "a model of a family"),
+    )
+    for what, other in [(what, other) for asked, what, other in not_modelled if asked]:
+        raise MissingRule(
+            f"activation_offloading={option!r} with {what} has no rule yet; use {other}, or "
+            "activation_offloading='none'.",
+            kind=f"activation_offloading with {what.partition('=')[0]}",
+        )
+
+
 def _check_recordings(model: Model, plan: Plan) -> None:
     """Raise for what no recording of a module's own passes says: it is traced, or will be."""
     divided, compiles = bool(plan.mesh.dividing) and not model.divides_itself, compiled_blocks(plan)
@@ -743,6 +764,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_adapters,
     _check_compiled,
     _check_float8,
+    _check_activation_offloading,
     _check_recordings,
     _check_traced,
     _check_recorded,

@@ -45,6 +45,7 @@ from validate.systems.torch.adapters import with_adapters
 from validate.systems.torch.architectures import is_architecture, small_module
 from validate.systems.torch.compiled import compile_blocks
 from validate.systems.torch.parallelize import (
+    checkpoint_of,
     fsdp_options,
     fully_sharded,
     replicated,
@@ -955,9 +956,11 @@ def checkpoint_only(stacks: list[list[nn.Module]], module: nn.Module, plan: Plan
         return
     blocks = [one for own in stacks for one in own][: plan.recompute_blocks]
     kind = import_module("transformers.modeling_layers").GradientCheckpointingLayer
-    for one in module.modules():
+    for one in cast(Iterator[Any], module.modules()):
         if isinstance(one, kind) and one not in blocks:
             one.gradient_checkpointing = False
+        elif isinstance(one, kind):
+            one._gradient_checkpointing_func = checkpoint_of(plan, one._gradient_checkpointing_func)
 
 
 def stacks_of(module: nn.Module, model: TracedModel | Decoder) -> list[list[nn.Module]]:
