@@ -763,8 +763,8 @@ def estimate(
             compile: torch.compile of each "block", or of nothing ("none").
             float8: products of linears in float8 by torchao's recipe: "tensorwise", "rowwise",
                 "rowwise_with_gw_hp", or "none".
-            activation_offloading: the inputs of recomputed blocks are kept in the host's page-locked memory
-                ("save_on_cpu"), or on the GPU ("none").
+            activation_offloading: the inputs of recomputed blocks are kept in the host's page-locked memory,
+                by PyTorch's "save_on_cpu" or TRL's "OffloadActivations", or on the GPU ("none").
             fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
             fsdp_blocks: blocks in a row that share a unit.
             fsdp_version: 2, `fully_shard`, or 1, `FullyShardedDataParallel`.

@@ -25,6 +25,7 @@ from memplan.kernels import (
     reduction_scratch,
 )
 from memplan.mesh import HOST, with_several
+from memplan.offload_activations import OffloadActivations
 from memplan.placements import WHOLE, Partial, Placement, Placements, Replicate, Shard, changed, shown
 from memplan.record import (
     AccumulateGrad,
@@ -103,7 +104,7 @@ class OpContext:
     `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
     `recomputes_outputs`: a checkpoint is reentrant: it computes its region's output again too, and holds it.
     `hooks_modules`: modules have hooks, and linears are ZeRO-3's. `saves_on_cpu`: what a checkpoint keeps is
-    copied to the host, and back.
+    copied to the host, and back; `offloads_activations`: by TRL's `OffloadActivations`, all that is saved.
     """
 
     device: Device = H100
@@ -127,6 +128,7 @@ class OpContext:
     recomputes_outputs: bool = False
     hooks_modules: bool = False
     saves_on_cpu: bool = False
+    offloads_activations: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -433,6 +435,7 @@ class Tape:
         """The kinds of the stage's blocks."""
         self.shared: dict[str, Tensor] = {}
         """Tensors made by the embedding that all blocks are called with; recomputed blocks keep them."""
+        self.offload = OffloadActivations(self) if context.offloads_activations else None
         self.beside: Saved = ()
         """The copies of its module's buffers that a recomputed block is called with."""
 
@@ -543,6 +546,8 @@ class Tape:
         region = self._region
         if region is None:
             _mark_saved(saved)
+            if self.offload is not None:
+                saved = tuple(map(self.offload.packed, saved))
         elif saved:
             region.n_saving += 1
         node = Node(
@@ -774,6 +779,9 @@ class Tape:
             self.beside = region.beside
         else:
             _mark_saved((x,))
+        if self.offload is not None:
+            self.offload.stashes_older(x)
+            region.x = self.offload.packed(x)
         y = function(x)
         self._region, self.beside = None, ()
         return y if region.nodes else x
@@ -785,16 +793,26 @@ class Tape:
             if kept.storage is not None:
                 kept.storage.buffer.role = Role.SAVED_ON_CPU
             return kept
-        self.collective("copy", HOST, "arguments of a block to the host", x.n_bytes)
+        self.collective("copy", HOST, "activations to the host", x.n_bytes)
         return Tensor(self, x.shape, x.dtype, None, x.node)
+
+    def another_like(self, x: Tensor) -> Tensor:
+        """A tensor that is there already, with the same buffer as x: the input of another equal block."""
+        if x.storage is None:
+            return x.detach()
+        storage = Storage(x.storage.buffer, self)
+        self.events.pop()  # it was allocated before
+        return Tensor(self, x.shape, x.dtype, storage, placements=x.placements)
 
     def _back_from_cpu(self, x: Tensor) -> Tensor:
         """What `save_on_cpu` gives back: what it kept, or a copy of that on the device."""
+        if self.offload is not None:
+            return self.offload.unpacked(x)
         if not self.context.saves_on_cpu or self.context.device.on_cpu:
             return x
         with self.by_products():
             found = self.new("argument from the host", x.shape, x.dtype, x.node, "activations")
-        self.collective("copy", HOST, "arguments of a block from the host", x.n_bytes)
+        self.collective("copy", HOST, "activations from the host", x.n_bytes)
         return found
 
     def computed_again(self, function: Callable[[Tensor], Saved], x: Tensor) -> tuple[Saved, Region]:
@@ -864,6 +882,8 @@ class Tape:
         self.make_saved(node)
         grad.in_flight = ()
         grads = self.gradients(node, grad)
+        if self.offload is not None:
+            self.offload.after(node.region.nodes if node.region is not None else ())
         node.saved = ()
         grad = None
         inputs, node.region = node.inputs, None
@@ -895,7 +915,7 @@ class Tape:
         self._wanted, self._is_product = wanted, False
         moved, n_kernels = self.moved_bytes, self.n_kernels
         saved_bytes = sum([x.n_bytes for x in node.saved or ()])
-        found, own = list(node.backward(grad, node.unpacked())), node.grad_placements
+        found, own = list(node.backward(grad, self._unpacked(node))), node.grad_placements
         for i, kind, operands in node.products:
             if self.wants(i):
                 left, right, *_ = operands
@@ -918,6 +938,11 @@ class Tape:
                     part.check_placements(f"an addition to {target.name}.grad")
             found[i] = part
         return cast("list[Tensor | None]", found)
+
+    def _unpacked(self, node: Node) -> Saved:
+        """The saved tensors of a node, those that were on the host among them."""
+        saved = node.unpacked()
+        return saved if self.offload is None else tuple(map(self.offload.unpacked, saved))
 
     def _sum_to(self, grad: Tensor, shape: Shape) -> Tensor:
         """`grad` summed over the dims that were broadcast: those that `shape` lacks, or has of size 1.

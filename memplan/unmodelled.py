@@ -71,13 +71,13 @@ ROWS: Final = (
         },
     ),
     NotModelled(
-        "offloading of activations by streams of its own (OffloadActivations of TRL and torchtune)",
-        "would copy what backward needs to the host and back beside the computation",
-        "use activation_offloading='save_on_cpu' with recompute='full', which waits for the copies",
+        "offloading of what blocks save that are not recomputed",
+        "would copy all that backward needs to the host and back, weights too",
+        "use activation_offloading with recompute='full'",
         keywords=(
             "offload_activations activation_offload enable_activation_offloading cpu_offload_activations"
         ),
-        values={"activation_offloading": "offloadactivations streams true"},
+        values={"activation_offloading": "true all"},
     ),
     NotModelled(
         "offloading of the optimizer state alone",

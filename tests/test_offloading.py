@@ -1,17 +1,19 @@
 """Inputs of recomputed blocks on the host: what GPU, host and link then see, and what has no rule."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
 import memplan
 from memplan import MissingRule, PlanRefused
-from memplan.models import preset
+from memplan.models import Decoder, preset
+from memplan.offload_activations import MOST_STASHED
 from memplan.record import unrolled
 
 ALONE: dict[str, Any] = {"precision": "bf16", "optimizer": "sgd", "seq_len": 2048, "recompute": "full"}
 ON_HOST: dict[str, Any] = {**ALONE, "activation_offloading": "save_on_cpu"}
-MODEL = preset("qwen3-0.6b")
+MODEL = cast(Decoder, preset("qwen3-0.6b"))
 INPUT_BYTES = 2048 * MODEL.d_model * 2
 
 
@@ -41,8 +43,9 @@ def test_page_locked_blocks_are_powers_of_two():
     e = estimated(ON_HOST, seq_len=1500)
     named = {buffer.name: (buffer.n_bytes, n) for buffer, n in e.worst.host_alive.items()}
     n_bytes = 1500 * MODEL.d_model * 2
-    rest = "input of a block (rest of its page-locked block)"
-    assert named == {"input of a block": (n_bytes, 28), rest: (2**22 - n_bytes, 28)}
+    inputs = "blocks.*.activations to the host"
+    rest = f"{inputs} (rest of its page-locked block)"
+    assert named == {inputs: (n_bytes, 28), rest: (2**22 - n_bytes, 28)}
 
 
 def test_blocks_that_are_not_recomputed_keep_all_they_save_on_the_gpu():
@@ -88,3 +91,51 @@ def test_what_has_no_rule_beside_it_is_refused(asked, text):
 def test_files_name_no_activations_on_the_host():
     with pytest.raises(PlanRefused, match="activation_offloading='save_on_cpu': "):
         estimated(ON_HOST).export("torchrun")
+
+
+# TRL's OffloadActivations.
+
+BY_TRL: dict[str, Any] = {**ALONE, "activation_offloading": "OffloadActivations"}
+TAGS = "from the host"
+
+
+def test_the_gpu_keeps_the_last_five_tensors_and_the_embeddings():
+    assert MOST_STASHED + 1 <= inputs_held(estimated(BY_TRL)) <= MOST_STASHED + 3
+
+
+def test_log_probabilities_go_to_the_host_and_come_back():
+    held = {buffer.name: buffer.n_bytes for buffer in estimated(BY_TRL).worst.host_alive}
+    assert 2048 * MODEL.vocab_size * 4 in held.values()
+    allocated = [e.buffer for _, e in unrolled(estimated(BY_TRL).worst.record.step) if e.sign > 0]
+    back = [one for one in allocated if one.name.endswith(TAGS)]
+    assert sum(one.n_bytes == INPUT_BYTES for one in back) == MODEL.n_blocks + 1  # and the last norm's output
+    assert max(one.n_bytes for one in back) == 2048 * MODEL.vocab_size * 4
+
+
+def test_copies_beside_the_computation_cost_less_than_their_own_time():
+    e, without = (estimated(asked, cluster="1xh100-sxm") for asked in (BY_TRL, ALONE))
+    copied = sum(c.payload_bytes for c in e.collectives if c.axis == "host") / 52.8e9
+    assert 0 < e.time.host_s < copied
+    assert without.step_s + e.time.host_s < e.step_s < without.step_s + copied  # the targets are copied too
+
+
+NOT_BY_TRL: list[tuple[dict[str, Any], str]] = [
+    (
+        {"implementation": "reference"},
+        "with memplan's own modules .* has no rule yet; use implementation=",
+    ),
+    ({"recompute": "selective"}, "with recompute='selective' has no rule yet; use recompute='full'"),
+    ({"recompute_blocks": 3}, "with recompute_blocks=3 has no rule yet; use all blocks"),
+    ({"fsdp_version": 1, "zero": 3, "dp": 2}, "with fsdp_version=1 has no rule yet; use fsdp_version=2"),
+]
+
+
+@pytest.mark.parametrize("asked, text", NOT_BY_TRL, ids=[text for _, text in NOT_BY_TRL])
+def test_what_has_no_rule_beside_trls_is_refused(asked, text):
+    with pytest.raises(MissingRule, match=text):
+        memplan.estimate("llama-3.2-1b", **{"implementation": "huggingface", **BY_TRL, **asked})
+
+
+def test_models_of_few_blocks_are_refused():
+    with pytest.raises(MissingRule, match="with 4 blocks has no rule yet; use more than 5 blocks"):
+        memplan.estimate(replace(MODEL, n_layers=4), **BY_TRL)

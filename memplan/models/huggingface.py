@@ -8,6 +8,7 @@ position ids included.
 
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
@@ -69,7 +70,8 @@ class HuggingFaceModel(Decoder, ABC):
         """The logits from the last norm's output, which lives until the loss is computed."""
         x.tape.let_go()
         x.tape.hold(x)
-        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+        with x.tape.offload.paused() if x.tape.offload else nullcontext():
+            return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
 
     @property
     def output_name(self) -> str:

@@ -45,6 +45,8 @@ def shifted_cross_entropy(logits: Tensor) -> Tensor:
         if batch > 1:
             padded.keep(targets)
             targets = tape.new("shifted targets", (batch, seq), INT64)
+        else:
+            targets = Tensor(tape, (batch, seq), INT64, targets.storage, is_view=True)
         return _cross_entropy(wide, targets)
 
 

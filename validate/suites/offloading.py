@@ -47,6 +47,17 @@ SHARDED: Final[tuple[dict[str, Any], ...]] = (
 )
 """One rank of 8 or 64."""
 
+BY_TRL: Final[dict[str, Any]] = {"activation_offloading": "OffloadActivations", "recompute": "full"}
+
+OF_TRL: Final = (
+    ("llama-3.2-3b", "huggingface", ALONE[:2]),
+    ("qwen3-4b", "huggingface", [ALONE[0], {"optimizer": "sgd", "seq_len": 2048}]),
+    ("llama-3.2-1b", "huggingface", [{"dp": 8, "precision": "bf16", "seq_len": 2048, "micro_batch": 2}]),
+    ("llama-3-8b", "huggingface", SHARDED[:3]),
+    ("qwen3-8b", "huggingface", SHARDED[:1]),
+)
+"""Models, whose code, and plans, under TRL's OffloadActivations."""
+
 MODELS: Final = (
     ("llama-3-8b", "huggingface", SHARDED[:4]),
     ("qwen3-8b", "huggingface", SHARDED[:3]),
@@ -77,4 +88,4 @@ def gpu_offloading(gpus: Gpus | None) -> tuple[Case, ...]:
     """
     if gpus is None:
         raise InvalidValue("gpu-offloading copies from a GPU to its host; use --device nogpu.")
-    return cases_of(MODELS, gpus, **ON_HOST)
+    return (*cases_of(MODELS, gpus, **ON_HOST), *cases_of(OF_TRL, gpus, **BY_TRL))

@@ -1,8 +1,8 @@
 """The host's memory for a rank whose states FSDP offloads, or whose blocks keep their inputs there.
 
 Weights and gradients are page-locked (`CPUOffloadPolicy.pin_memory`), each in its own block; optimizer state
-is not. The update runs on the CPU. What `save_on_cpu` keeps is page-locked too, and its blocks are used again
-by each micro-batch.
+is not. The update runs on the CPU. What is kept of activations is page-locked too, and its blocks are used
+again by each micro-batch.
 
 Assumes: copies back to the GPU are done when the next micro-batch begins.
 Source: `torch.autograd.graph:save_on_cpu`, `torch.distributed.fsdp._fully_shard._fsdp_api:CPUOffloadPolicy`,
@@ -16,7 +16,8 @@ from memplan.allocator import page_locked_bytes
 from memplan.engines.base import HostRecord
 from memplan.engines.torch.optimizer import update
 from memplan.engines.torch.stage import RankStages
-from memplan.record import allocs, chain, events, frees
+from memplan.mesh import HOST
+from memplan.record import Collective, allocs, chain, events, frees
 from memplan.shapes import UINT8, Buffer, buffer_of
 
 
@@ -53,13 +54,14 @@ def _rest_of_block(name: str, counted_bytes: int, n_bytes: int, n: int) -> Itera
 
 
 def _saved(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
-    """What the host keeps of the arguments of recomputed blocks, and the rest of its page-locked blocks."""
+    """What the host keeps of activations in a micro-batch, and the rest of its page-locked blocks."""
+    sent: Counter[tuple[str, int]] = Counter()
     for stage in stages:
-        context = stage.op_context
-        again = sum([n for (_, recompute), n in stage.runs if recompute != "none"])
-        if context.device.on_cpu or not (context.saves_on_cpu and again):
-            continue
-        for one in (stage.trace.boundary, *stage.model.blocks_called_with(context.seq_len)):
-            name = "input of a block" if one is stage.trace.boundary else one.name
-            yield buffer_of(name, one.shape, one.dtype, "activations"), again
-            yield from _rest_of_block(name, one.n_bytes, one.n_bytes, again)
+        trace = stage.trace
+        for segment, n in [(trace.embed, 1), *stage.forward_order, (trace.head, 1), (trace.loss, 1)]:
+            for event in segment.events:
+                if isinstance(event, Collective) and event.axis == HOST:
+                    sent[event.what.removesuffix(", forward"), event.payload_bytes] += n
+    for (what, n_bytes), n in sent.items():
+        yield buffer_of(what, (n_bytes,), UINT8, "activations"), n
+        yield from _rest_of_block(what, n_bytes, n_bytes, n)

@@ -14,7 +14,7 @@ BACKWARD_PREFETCHES: Final = ("pre", "post", "none")
 OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 COMPILES: Final = ("none", "block")
 FLOAT8: Final = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
-ACTIVATION_OFFLOADING: Final = ("none", "save_on_cpu")
+ACTIVATION_OFFLOADING: Final = ("none", "save_on_cpu", "OffloadActivations")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "no_sync")
 """The options of FullyShardedDataParallel alone."""
@@ -85,7 +85,8 @@ class TorchOptions:
         "none",
         Choice(
             "Keep what recomputed blocks keep, their inputs, in the host's page-locked memory: "
-            "torch.autograd.graph.save_on_cpu around each, as PyTorch's offload_wrapper",
+            "torch.autograd.graph.save_on_cpu around each, as PyTorch's offload_wrapper, or TRL's "
+            "OffloadActivations around the model, which copies beside the computation",
             choices=ACTIVATION_OFFLOADING,
             word="activations",
         ),

@@ -19,6 +19,7 @@ from memplan.kernels import SCALED_MM_MULTIPLE
 from memplan.models import Model, TracedModel, ends_are_tied, not_adapted, not_divided, not_divided_so
 from memplan.models.lookup import module_values
 from memplan.models.traced import Ends
+from memplan.offload_activations import MOST_STASHED
 from memplan.plan import Plan
 from memplan.shapes import BF16, FP32
 
@@ -503,6 +504,7 @@ def _check_activation_offloading(model: Model, plan: Plan) -> None:
         (compiled_blocks(plan) is not None, "compile='block'", "compile='none'"),
         (float8 != "none", f"float8={float8!r}", "float8='none'"),
         (isinstance(model, TracedModel), "a traced model", "a model of a family"),
+        *(_not_by_trl(model, plan) if option == "OffloadActivations" else ()),
     )
     for what, other in [(what, other) for asked, what, other in not_modelled if asked]:
         raise MissingRule(
@@ -510,6 +512,18 @@ def _check_activation_offloading(model: Model, plan: Plan) -> None:
             "activation_offloading='none'.",
             kind=f"activation_offloading with {what.partition('=')[0]}",
         )
+
+
+def _not_by_trl(model: Model, plan: Plan) -> tuple[tuple[bool, str, str], ...]:
+    """What has no rule under TRL's `OffloadActivations`, as rows of `_check_activation_offloading`."""
+    return (
+        (plan.recompute != "full", f"recompute={plan.recompute!r}", "recompute='full'"),
+        (plan.recompute_blocks is not None, f"recompute_blocks={plan.recompute_blocks}", "all blocks"),
+        (not model.computes_loss, model.code, "implementation='huggingface'"),
+        (len(model.kinds) > 1, "blocks of several kinds", "a model of equal blocks"),
+        (model.n_blocks <= MOST_STASHED, f"{model.n_blocks} blocks", f"more than {MOST_STASHED} blocks"),
+        (torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+    )
 
 
 def _check_recordings(model: Model, plan: Plan) -> None:

@@ -1,7 +1,6 @@
 """A stage's passes, unit by unit: what FSDP gathers and reduces together."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 from memplan.engines.trace import Segment, buffer_in
@@ -70,7 +69,7 @@ def opened_when_called(
     Under checkpointing that is after the random state has been saved, and the arguments on the host.
     """
     first, n = passed[0] if passed else ((), 0)
-    n_before = len(list(takewhile(_is_of_checkpoint, first)))
+    n_before = max([i + 1 for i, event in enumerate(first) if _is_of_checkpoint(event)], default=0)
     if not (opened and n_before):
         return (*opened, *passed)
     return ((first[:n_before], 1), *opened, (first[n_before:], 1), (first, n - 1), *passed[1:])

@@ -159,7 +159,7 @@ def checkpoint_of(plan: Plan, checkpoint: Callable[..., Any]) -> Callable[..., A
 
     Source: `torch.distributed.algorithms._checkpoint.checkpoint_wrapper:OffloadWrapper`.
     """
-    if torch_options(plan).activation_offloading == "none":
+    if torch_options(plan).activation_offloading != "save_on_cpu":
         return checkpoint
 
     def on_the_host(*args: Any, **kwargs: Any) -> Any:

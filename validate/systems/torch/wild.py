@@ -999,6 +999,14 @@ def wild_inputs(
     return {name: own[id(value)] for name, value in drawn.items()}
 
 
+def _offloads(module: nn.Module, plan: Plan) -> AbstractContextManager[Any]:
+    """TRL's manager of activations on the host, or none."""
+    if torch_options(plan).activation_offloading != "OffloadActivations":
+        return nullcontext()
+    found = import_module("trl.models.activation_offloading").get_act_offloading_ctx_manager(module)
+    return cast(AbstractContextManager[Any], found)
+
+
 def wild_passes(
     modules: Mapping[int, nn.Module],
     model: TracedModel | Decoder,
@@ -1025,6 +1033,7 @@ def wild_passes(
     (module,) = modules.values()
     n = plan.n_micro_batches
     whole = {name: value.cpu().numpy().copy() for name, value in inputs.items()} if plan.cp > 1 else {}
+    offloads = _offloads(module, plan)
     compute = torch_dtype(plan.formats.compute)
 
     def part_of(i: int) -> dict[str, Tensor]:
@@ -1043,7 +1052,7 @@ def wild_passes(
             held = i < n - 1 and (isinstance(module, DistributedDataParallel) or torch_options(plan).no_sync)
             within = module.no_sync() if held else nullcontext()  # type: ignore[operator]
             with within, divided_over(plan, mesh, part):
-                with autocast(plan, device):
+                with autocast(plan, device), offloads:
                     found = loss_of(module, part) / n
                 scaler.scale(found).backward()
             total += float(found.detach())
