@@ -105,6 +105,7 @@ class OpContext:
     `recomputes_outputs`: a checkpoint is reentrant: it computes its region's output again too, and holds it.
     `hooks_modules`: modules have hooks, and linears are ZeRO-3's. `saves_on_cpu`: what a checkpoint keeps is
     copied to the host, and back; `offloads_activations`: by TRL's `OffloadActivations`, all that is saved.
+    `fuses_loss`: Liger's loss makes the logits.
     """
 
     device: Device = H100
@@ -129,6 +130,7 @@ class OpContext:
     hooks_modules: bool = False
     saves_on_cpu: bool = False
     offloads_activations: bool = False
+    fuses_loss: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -205,13 +205,11 @@ ROWS: Final = (
         },
     ),
     NotModelled(
-        "kernels of Unsloth or Liger",
-        "would keep fewer activations, and compute the loss in pieces",
-        "use loss_chunks for the loss, and engine='torch' for the rest, which holds more",
-        keywords="liger liger_kernel use_liger_kernel unsloth",
-        values={
-            "engine": "unsloth liger",
-        },
+        "kernels of Unsloth, and Liger's norms, rotary positions and gated activations",
+        "would keep fewer activations within blocks",
+        "use liger_kernel='fused_linear_cross_entropy', Liger's loss, which makes logits in chunks",
+        keywords="liger use_liger_kernel unsloth",
+        values={"engine": "unsloth liger", "liger_kernel": "true all rope rms_norm swiglu"},
     ),
     NotModelled(
         "another framework",

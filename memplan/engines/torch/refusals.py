@@ -514,6 +514,42 @@ def _check_activation_offloading(model: Model, plan: Plan) -> None:
         )
 
 
+LIGER: Final = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+"""The families of transformers whose forward pass Liger replaces by one that ends in this loss alone."""
+
+
+def _check_liger(model: Model, plan: Plan) -> None:
+    """Raise for Liger's loss of a model without a rule, or beside what has none with it."""
+    options = torch_options(plan)
+    if options.liger_kernel == "none":
+        return
+    if not model.computes_loss or model.family not in LIGER:
+        raise MissingRule(
+            f"liger_kernel={options.liger_kernel!r} has no rule for {model.name} of {model.code}; use one "
+            f"of {', '.join(LIGER)} with implementation='huggingface', or liger_kernel='none'.",
+            kind="Liger's loss of a model that it has no rule for",
+        )
+    ends, offloaded = (
+        options.fsdp_units == "block+ends",
+        options.activation_offloading == "OffloadActivations",
+    )
+    _check_beside_modules(
+        plan,
+        "liger_kernel",
+        "Liger's loss",
+        (
+            plan.autocasts,
+            f"precision={plan.precision!r} under autocast (zero={plan.zero})",
+            "precision='bf16'",
+        ),
+        (plan.formats.loss_scaled, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
+        (ends, "fsdp_units='block+ends'", "fsdp_units='block'"),
+        (offloaded, "activation_offloading='OffloadActivations'", "activation_offloading='save_on_cpu'"),
+        (compiled_blocks(plan) is not None, "compile='block'", "compile='none'"),
+        (options.float8 != "none", f"float8={options.float8!r}", "float8='none'"),
+    )
+
+
 def _not_by_trl(model: Model, plan: Plan) -> tuple[tuple[bool, str, str], ...]:
     """What has no rule under TRL's `OffloadActivations`, as rows of `_check_activation_offloading`."""
     return (
@@ -779,6 +815,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_compiled,
     _check_float8,
     _check_activation_offloading,
+    _check_liger,
     _check_recordings,
     _check_traced,
     _check_recorded,
@@ -816,6 +853,12 @@ def check_device(plan: Plan, device: Device) -> None:
             f"optimizer={plan.optimizer!r} of bitsandbytes has rules on GPUs only; use adamw, or "
             "device='cuda'.",
             kind="an optimizer of bitsandbytes on CPU",
+        )
+    if device.on_cpu and torch_options(plan).liger_kernel != "none":
+        raise PlanRefused(
+            f"liger_kernel={torch_options(plan).liger_kernel!r} is of Triton, which compiles for GPUs; use "
+            "liger_kernel='none'.",
+            kind="Liger's kernels on CPU",
         )
     recipe = torch_options(plan).float8
     is_nvidia = device.capability is not None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final, cast
@@ -843,6 +844,7 @@ def wild_modules(
         elif plan.mesh.dividing and mesh is not None and hasattr(module, "_resolve_parallel_plans"):
             by_plan_of_transformers(module, mesh)
         module = with_float8(module, torch_options(plan).float8)
+        _patch_by_liger(module, plan)
         stacks, path = stacks_of(module, model), ""
         compiles = compile_blocks([one for one in module.modules() if list(one.children()) in stacks], plan)
         if compiles:
@@ -866,6 +868,16 @@ def wild_modules(
             module = replicated(module, plan, mesh["dp"])
         found[stage] = module
     return found
+
+
+def _patch_by_liger(module: nn.Module, plan: Plan) -> None:
+    """Give a model of transformers Liger's forward pass, if the plan says so, none of its other kernels."""
+    if (kernel := torch_options(plan).liger_kernel) == "none":
+        return
+    known = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    apply = known[cast(Any, module).config.model_type]
+    flags = [name for name, one in signature(apply).parameters.items() if isinstance(one.default, bool)]
+    apply(model=module, **{name: name == kernel for name in flags})
 
 
 class EvenRouting:
