@@ -28,7 +28,15 @@ from memplan.hardware import (
 )
 from memplan.memory import Alive, Bytes, Instant, alive_at_high, bytes_by_kind, instants, most_by_kind
 from memplan.mesh import DIVIDING, axis_names, with_several
-from memplan.models import Model, TracedModel, implemented, model_dict, parameter_count, resolve
+from memplan.models import (
+    Model,
+    TracedModel,
+    implemented,
+    is_of_transformers,
+    model_dict,
+    parameter_count,
+    resolve,
+)
 from memplan.models.families import implementations_of
 from memplan.optimizers import Optimizer
 from memplan.plan import (
@@ -763,6 +771,9 @@ def estimate(
             compile: torch.compile of each "block", or of nothing ("none").
             float8: products of linears in float8 by torchao's recipe: "tensorwise", "rowwise",
                 "rowwise_with_gw_hp", or "none".
+            liger_kernel: Liger's "fused_linear_cross_entropy" in transformers' models, or "none".
+            activation_offloading: the inputs of recomputed blocks are kept in the host's page-locked memory,
+                by PyTorch's "save_on_cpu" or TRL's "OffloadActivations", or on the GPU ("none").
             fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".
             fsdp_blocks: blocks in a row that share a unit.
             fsdp_version: 2, `fully_shard`, or 1, `FullyShardedDataParallel`.
@@ -856,7 +867,7 @@ def _resolved(named: Mapping[str, Any], kernels: DeviceType) -> Model:
         precisions=(named["precision"],),
         cache=named["cache"],
         mesh=with_several(**degrees),
-        adapted=named["lora_rank"] is not None,
+        adapted=is_of_transformers({**named, **named["options"]}),
     )
 
 

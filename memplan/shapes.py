@@ -61,6 +61,8 @@ class Role(Enum):
 
     TENSOR = "tensor"
     RNG_STATE = "state of the random number generator"
+    SAVED_ON_CPU = "copy of a block's argument that a checkpoint keeps on the host"
+    FROM_HOST = "copy of a saved tensor that comes back from the host"
     BIASED_PRODUCT = "result of a matrix product with a bias"
 
 

@@ -10,7 +10,7 @@ Source: torch/csrc/autograd/engine.cpp (`evaluate_function`), torch/csrc/autogra
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, cast
@@ -24,7 +24,8 @@ from memplan.kernels import (
     product_workspace_bytes,
     reduction_scratch,
 )
-from memplan.mesh import with_several
+from memplan.mesh import HOST, with_several
+from memplan.offload_activations import OffloadActivations
 from memplan.placements import WHOLE, Partial, Placement, Placements, Replicate, Shard, changed, shown
 from memplan.record import (
     AccumulateGrad,
@@ -102,7 +103,9 @@ class OpContext:
     sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
     `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
     `recomputes_outputs`: a checkpoint is reentrant: it computes its region's output again too, and holds it.
-    `hooks_modules`: modules have hooks, and linears are ZeRO-3's.
+    `hooks_modules`: modules have hooks, and linears are ZeRO-3's. `saves_on_cpu`: what a checkpoint keeps is
+    copied to the host, and back; `offloads_activations`: by TRL's `OffloadActivations`, all that is saved.
+    `fuses_loss`: Liger's loss makes the logits.
     """
 
     device: Device = H100
@@ -125,6 +128,9 @@ class OpContext:
     keeps_wide_grads: bool = False
     recomputes_outputs: bool = False
     hooks_modules: bool = False
+    saves_on_cpu: bool = False
+    offloads_activations: bool = False
+    fuses_loss: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -234,12 +240,14 @@ class Region:
 
     If `selective`, the outputs of `Tape.save_if_selective` are kept too, in order, and not computed again.
     `discarded`: outputs that were freed although others have saved them, and that are filled again.
+    `beside`: further arguments that are kept on the host.
     It has no slots: Python frees attributes in the order in which they were set, but slots by name.
     """
 
     function: "Callable[[Tensor], Tensor | Saved]"
     scope: str
     x: "Tensor"
+    beside: Saved = ()
     arguments: "dict[str, Tensor]"
     selective: bool
     nodes: list[Node] = field(default_factory=list)
@@ -429,6 +437,9 @@ class Tape:
         """The kinds of the stage's blocks."""
         self.shared: dict[str, Tensor] = {}
         """Tensors made by the embedding that all blocks are called with; recomputed blocks keep them."""
+        self.offload = OffloadActivations(self) if context.offloads_activations else None
+        self.beside: Saved = ()
+        """The copies of its module's buffers that a recomputed block is called with."""
 
     def new(
         self,
@@ -537,6 +548,8 @@ class Tape:
         region = self._region
         if region is None:
             _mark_saved(saved)
+            if self.offload is not None:
+                saved = tuple(map(self.offload.packed, saved))
         elif saved:
             region.n_saving += 1
         node = Node(
@@ -743,21 +756,66 @@ class Tape:
         return outputs
 
     def recomputed(
-        self, function: Callable[[Tensor], Tensor], x: Tensor, *, selective: bool = False
+        self,
+        function: Callable[[Tensor], Tensor],
+        x: Tensor,
+        *,
+        selective: bool = False,
+        beside: Iterable[Buffer] = (),
     ) -> Tensor:
         """`function(x)`, of which only `x` is kept; backward runs it again for what it needs.
 
-        Source: torch.utils.checkpoint:checkpoint.
+        `beside`: buffers of the module that `function` is called with too: kept on the host they are copies.
+
+        Source: torch.utils.checkpoint:checkpoint, torch.autograd.graph:save_on_cpu.
         """
         self._region = region = Region(
             function=function, scope=self.scope, x=x, arguments=dict(self.shared), selective=selective
         )
-        _mark_saved((x,))
         if self.context.device.on_cpu:
             region.rng_state = self._rng_state()
+        if self.context.saves_on_cpu:
+            region.x = self._saved_on_cpu(x)
+            buffers = [Tensor(self, one.shape, one.dtype) for one in beside]
+            region.beside = tuple(map(self._saved_on_cpu, buffers))
+            self.beside = region.beside
+        else:
+            _mark_saved((x,))
+        if self.offload is not None:
+            self.offload.stashes_older(x)
+            region.x = self.offload.packed(x)
         y = function(x)
-        self._region = None
+        self._region, self.beside = None, ()
         return y if region.nodes else x
+
+    def _saved_on_cpu(self, x: Tensor) -> Tensor:
+        """What `save_on_cpu(pin_memory=True)` keeps of x: a copy, which is on the device if that is a CPU."""
+        if self.context.device.on_cpu:
+            kept = self.new("argument on the host", x.shape, x.dtype, x.node, "activations")
+            if kept.storage is not None:
+                kept.storage.buffer.role = Role.SAVED_ON_CPU
+            return kept
+        self.collective("copy", HOST, "activations to the host", x.n_bytes)
+        return Tensor(self, x.shape, x.dtype, None, x.node)
+
+    def another_like(self, x: Tensor) -> Tensor:
+        """A tensor that is there already, with the same buffer as x: the input of another equal block."""
+        if x.storage is None:
+            return x.detach()
+        storage = Storage(x.storage.buffer, self)
+        self.events.pop()  # it was allocated before
+        return Tensor(self, x.shape, x.dtype, storage, placements=x.placements)
+
+    def _back_from_cpu(self, x: Tensor) -> Tensor:
+        """What `save_on_cpu` gives back: what it kept, or a copy of that on the device."""
+        if self.offload is not None:
+            return self.offload.unpacked(x)
+        if not self.context.saves_on_cpu or self.context.device.on_cpu:
+            return x
+        with self.by_products():
+            found = self.new("argument from the host", x.shape, x.dtype, x.node, "activations")
+        self.collective("copy", HOST, "activations from the host", x.n_bytes)
+        return found
 
     def computed_again(self, function: Callable[[Tensor], Saved], x: Tensor) -> tuple[Saved, Region]:
         """The outputs of `function(x)`, which are to be discarded, and the region that computes them again.
@@ -826,6 +884,8 @@ class Tape:
         self.make_saved(node)
         grad.in_flight = ()
         grads = self.gradients(node, grad)
+        if self.offload is not None:
+            self.offload.after(node.region.nodes if node.region is not None else ())
         node.saved = ()
         grad = None
         inputs, node.region = node.inputs, None
@@ -857,7 +917,7 @@ class Tape:
         self._wanted, self._is_product = wanted, False
         moved, n_kernels = self.moved_bytes, self.n_kernels
         saved_bytes = sum([x.n_bytes for x in node.saved or ()])
-        found, own = list(node.backward(grad, node.unpacked())), node.grad_placements
+        found, own = list(node.backward(grad, self._unpacked(node))), node.grad_placements
         for i, kind, operands in node.products:
             if self.wants(i):
                 left, right, *_ = operands
@@ -880,6 +940,11 @@ class Tape:
                     part.check_placements(f"an addition to {target.name}.grad")
             found[i] = part
         return cast("list[Tensor | None]", found)
+
+    def _unpacked(self, node: Node) -> Saved:
+        """The saved tensors of a node, those that were on the host among them."""
+        saved = node.unpacked()
+        return saved if self.offload is None else tuple(map(self.offload.unpacked, saved))
 
     def _sum_to(self, grad: Tensor, shape: Shape) -> Tensor:
         """`grad` summed over the dims that were broadcast: those that `shape` lacks, or has of size 1.
@@ -920,10 +985,11 @@ class Tape:
         self.phase = "recompute"
         scope, casts, self.scope, self._casts = self.scope, self._casts, region.scope, {}
         self._replaying, self._replayed, self._expected = region, 0, region.n_saving
-        x, shared, self.shared = region.x, self.shared, dict(region.arguments)
+        shared, self.shared = self.shared, dict(region.arguments)
         with self.workspace() as current:
             if self.context.device.on_cpu:
                 current.keep(self._rng_state())
+            x, self.beside = self._back_from_cpu(region.x), tuple(map(self._back_from_cpu, region.beside))
             with suppress(_Recomputed):
                 output = region.function(x.alias(x.node))
                 if isinstance(output, tuple):
@@ -932,7 +998,7 @@ class Tape:
                     region.output = output.detach() if self.context.recomputes_outputs else None
                 del output
         self._saved_again.clear()
-        self.shared = shared
+        self.shared, self.beside = shared, ()
         self.end_stretch()
         self._replaying, self.phase, self.scope, self._casts = None, phase, scope, casts
 

@@ -71,10 +71,13 @@ ROWS: Final = (
         },
     ),
     NotModelled(
-        "offloading of activations",
-        "would copy what backward needs to the host and back",
-        "use recompute='full', which keeps a block's input only",
-        keywords="offload_activations activation_offload activation_offloading cpu_offload_activations",
+        "offloading of what blocks save that are not recomputed",
+        "would copy all that backward needs to the host and back, weights too",
+        "use activation_offloading with recompute='full'",
+        keywords=(
+            "offload_activations activation_offload enable_activation_offloading cpu_offload_activations"
+        ),
+        values={"activation_offloading": "true all"},
     ),
     NotModelled(
         "offloading of the optimizer state alone",
@@ -202,13 +205,11 @@ ROWS: Final = (
         },
     ),
     NotModelled(
-        "kernels of Unsloth or Liger",
-        "would keep fewer activations, and compute the loss in pieces",
-        "use loss_chunks for the loss, and engine='torch' for the rest, which holds more",
-        keywords="liger liger_kernel use_liger_kernel unsloth",
-        values={
-            "engine": "unsloth liger",
-        },
+        "kernels of Unsloth, and Liger's norms, rotary positions and gated activations",
+        "would keep fewer activations within blocks",
+        "use liger_kernel='fused_linear_cross_entropy', Liger's loss, which makes logits in chunks",
+        keywords="liger use_liger_kernel unsloth",
+        values={"engine": "unsloth liger", "liger_kernel": "true all rope rms_norm swiglu"},
     ),
     NotModelled(
         "another framework",

@@ -65,7 +65,10 @@ def test_every_case_can_run_and_has_its_own_name(name, found):
         with pytest.raises(InvalidValue, match="use gpu-shared"):
             suite(name, found)
         return
-    if name in ("gpu-optimizers", "gpu-compiled", "gpu-float8") and found is None:
+    if (
+        name in ("gpu-optimizers", "gpu-compiled", "gpu-float8", "gpu-offloading", "gpu-losses")
+        and found is None
+    ):
         with pytest.raises(InvalidValue, match="use --device nogpu"):
             suite(name, found)
         return

@@ -11,7 +11,8 @@ def backward_order(blocks: Sequence[tuple[Block, int]]) -> Iterator[tuple[Segmen
     """The blocks' backward passes in order, with counts; the last and first block are listed alone."""
     (entry, n_entry), end = blocks[0], len(blocks) - 1
     if sum([n for _, n in blocks]) > 1:
-        yield blocks[end][0].backward, 1
+        last = blocks[end][0]
+        yield (last.last_backward if last.last_backward.events else last.backward), 1
         for i in range(end, -1, -1):
             block, n = blocks[i]
             yield block.backward, n - (i == end) - (i == 0)

@@ -286,6 +286,10 @@ class Engine(ABC):
         """Whether the optimizer updates states in the host's memory."""
         return plan.offload
 
+    def copies_to_host(self, plan: Plan) -> bool:
+        """Whether activations are copied to the host and back."""
+        return False
+
     def built(self, model: Model) -> Model:
         """The model as the framework builds it, of which `part_costs` says the costs."""
         return model

@@ -29,6 +29,8 @@ class EngineOptions(TypedDict, total=False):
     fsdp_units: Literal["block", "block+ends", "model"]
     compile: Literal["none", "block"]
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
+    liger_kernel: Literal["none", "fused_linear_cross_entropy"]
+    activation_offloading: Literal["none", "save_on_cpu", "OffloadActivations"]
     fsdp_blocks: int
     fsdp_version: Literal[1, 2]
     use_orig_params: bool

@@ -11,7 +11,9 @@ from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, with
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, Release, product_workspace_bytes
 from memplan.models import Layers, Model, TracedModel
 from memplan.models.base import Role as BlockRole
+from memplan.offload_activations import MOST_STASHED
 from memplan.plan import Plan
+from memplan.record import Free
 from memplan.shapes import UINT8, Buffer, Parameter, Role, buffer_of
 from memplan.tape import OpContext
 
@@ -45,6 +47,25 @@ def cublas_workspaces(
         biased = [frozenset(y for y in own if y.role is Role.BIASED_PRODUCT) for own, _ in found]
         found += [(products, lt) for products in biased if products]
     return tuple(found)
+
+
+def _first_without_older(
+    order: Iterable[tuple[Segment, int]], boundary: Buffer
+) -> Iterator[tuple[Segment, int]]:
+    """Forward passes that free an older block's input; the first ones do not, as there is none yet.
+
+    One block more does not where the model itself holds the first input, as the first pass then says.
+    """
+    left = MOST_STASHED + 1
+    for segment, n in order:
+        frees_older = [
+            i for i, e in enumerate(segment.events) if isinstance(e, Free) and e.buffer is boundary
+        ]
+        left -= bool(frees_older) and left > MOST_STASHED
+        first = min(n, left)
+        left -= first
+        kept = [e for i, e in enumerate(segment.events) if i not in frees_older]
+        yield from [each for each in ((Segment(tuple(kept)), first), (segment, n - first)) if each[1]]
 
 
 class ModelStage(ABC):
@@ -114,6 +135,8 @@ class ModelStage(ABC):
         order = [(entry.entry, min(1, n_entry)), (entry.forward, n_entry - 1)]
         order += [(block.forward, n) for block, n in others]
         found = [(segment, n) for segment, n in order if n > 0]
+        if self.op_context.offloads_activations:
+            found = list(_first_without_older(found, self.trace.boundary))
         if found and not self.last:
             last, n = found.pop()
             found += [(last, n - 1)] if n > 1 else []

@@ -1,6 +1,6 @@
 """The trace of one micro-batch through one pipeline stage, from the model's forward pass."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, cast
@@ -12,7 +12,7 @@ from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
 from memplan.placements import local_shape
 from memplan.plan import Recompute
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events, frees
-from memplan.shapes import INT64, Buffer, Parameter
+from memplan.shapes import INT64, Buffer, Parameter, Role
 from memplan.tape import OpContext, Tape, Tensor
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ class BlockKind(NamedTuple):
 class Block:
     """The forward and backward pass of one kind of block, and its parameters in the module's order.
 
+    `last_backward`: the last block's backward pass, where it frees what the head has left; empty: as any.
     `entry`, `entry_backward`, `entry_casts`: the same for a stage's first block, which waits for the
     embedding's collective and does not free a received input: the schedule does. `casts` frees autocast's
     copies of the block's weights, when the forward pass ends.
@@ -69,6 +70,7 @@ class Block:
     entry_backward: Segment
     entry_casts: Segment
     casts: Segment
+    last_backward: Segment = EMPTY
     parameters: tuple[Parameter, ...]
 
 
@@ -381,6 +383,8 @@ class _TracedStage:
         if self.first:
             self.input_grad = None
         tape.backward()
+        if tape.offload is not None:
+            tape.offload.end()
         self._end("embed_backward")
 
     def release(self) -> None:
@@ -409,7 +413,8 @@ class _TracedStage:
         same = _Renamed({entry: boundary})
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, boundary.kind)
         outside = () if self.first else (entry,)
-        block, backward = found["block"], found["block_backward"]
+        block, last_backward = found["block"], found["block_backward"]
+        backward = last_backward if self.tape.offload is None else like_other_blocks(last_backward)
         return Trace(
             embed=same(without(found["embed"], *outside)),
             embed_casts=found["embed_casts"],
@@ -424,6 +429,9 @@ class _TracedStage:
                 self.kind: Block(
                     forward=same(without(block, *self.in_flight)),
                     backward=same(without(backward, *self.shared)),
+                    last_backward=EMPTY
+                    if backward is last_backward
+                    else same(without(last_backward, *self.shared)),
                     entry=same(without(block, *([entry] if self.holds_entry else outside))),
                     entry_backward=same(without(backward, *outside)),
                     entry_casts=found["block_casts"],
@@ -469,7 +477,12 @@ def run_block(model: Model, tape: Tape, x: Tensor, kind: BlockKind) -> Tensor:
     with tape.named(f"{name}.*"), tape.cast_arguments():
         if recompute == "none":
             return model.block(x, name)
-        return tape.recomputed(lambda y: model.block(y, name), x, selective=recompute == "selective")
+        return tape.recomputed(
+            lambda y: model.block(y, name),
+            x,
+            selective=recompute == "selective",
+            beside=model.blocks_called_with(tape.context.seq_len),
+        )
 
 
 def entry_of(model: Model, tape: Tape, *, first: bool) -> Tensor:
@@ -521,6 +534,31 @@ class _Renamed:
         if isinstance(event, Alloc | Free | AddToIncoming) and event.buffer in self.buffers:
             return type(event)(self.buffers[event.buffer])
         return event
+
+
+def like_other_blocks(last: Segment) -> Segment:
+    """A backward pass that frees, of what came back from the host, the next block's input, not the head's.
+
+    The last block's frees what came back for the head.
+    """
+    own = [e.buffer for e in last.events if isinstance(e, Alloc) and e.buffer.role is Role.FROM_HOST]
+    found: list[Event] = []
+    for event in last.events:
+        if isinstance(event, Free) and event.buffer.role is Role.FROM_HOST and event.buffer not in own:
+            found += frees(*own)
+            own = []
+        else:
+            found.append(event)
+    return Segment(tuple(found))
+
+
+def from_host(trace: Trace) -> Iterator[Buffer]:
+    """The buffers of what comes back from the host on a stream of its own."""
+    blocks = [block.backward for block in trace.blocks.values()]
+    for segment in (trace.head_backward, *blocks, trace.embed_backward):
+        yield from [
+            e.buffer for e in segment.events if isinstance(e, Alloc) and e.buffer.role is Role.FROM_HOST
+        ]
 
 
 def buffer_in(event: Event) -> Buffer | None:

@@ -42,7 +42,7 @@ class Gpu:
     nominal capacity, `usable_bytes` what PyTorch sees of it; both None: no limit. `capability` is CUDA's
     compute capability, None for other makers' GPUs. The `*_flops_per_s` are peak dense rates; None: the
     format is not supported, or no rate is known. `board_power_w` is the most that the board draws.
-    `link` joins a node's GPUs.
+    `link` joins a node's GPUs, `host_link` it and its host: a name of `memplan/time/host_links.toml`.
 
     Raises:
         InvalidValue, UnknownName: bytes that are no positive integers, rates that are no finite numbers above
@@ -64,6 +64,7 @@ class Gpu:
     fp8_flops_per_s: float | None = None
     board_power_w: float | None = None
     link: Link
+    host_link: str = ""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -80,7 +81,7 @@ class Gpu:
         if self.capability is not None:
             object.__setattr__(self, "capability", _checked_capability(self.capability))
         checked_count("multiprocessors", self.multiprocessors, least=0)
-        for field in ("title", "source"):
+        for field in ("title", "source", "host_link"):
             if not isinstance(text := getattr(self, field), str):
                 raise InvalidValue(f"{field}={shown_value(text)} is not allowed; use a text.")
 
@@ -180,6 +181,7 @@ def _gpu(name: str) -> Gpu:
         **{f"{dtype}_flops_per_s": _scaled(entry.get(f"{dtype}_tflops"), TFLOP) for dtype in DTYPES},
         board_power_w=entry.get("board_power_w"),
         link=Link(name=entry["link"], bytes_per_s=_scaled(entry.get("link_gb_per_s"), GB / 2)),
+        host_link=entry.get("host_link", entry["link"]),
         source=entry["source"],
     )
 

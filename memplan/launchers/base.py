@@ -23,6 +23,8 @@ OF_FSDP1: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "
 CHANGES_MODULES: Final = {
     "compile": "what memplan exports runs blocks as they are",
     "float8": "linears are converted by the code that trains them",
+    "liger_kernel": "Liger patches the model in the code that trains it",
+    "activation_offloading": "blocks run in save_on_cpu in the code that trains them",
 }
 """Options that change the modules, which no launcher is told, and why."""
 

@@ -4,7 +4,7 @@ from memplan.models.base import Decoder, Layers, Model, model_dict, not_adapted,
 from memplan.models.families import Family, implemented
 from memplan.models.gpt import Gpt
 from memplan.models.llama import Llama
-from memplan.models.lookup import divided, model_from_config, resolve, under_zero3
+from memplan.models.lookup import divided, is_of_transformers, model_from_config, resolve, under_zero3
 from memplan.models.parameters import (
     counted_weights,
     end_modules,
@@ -30,6 +30,7 @@ __all__ = [
     "ends_are_tied",
     "has_sequence",
     "implemented",
+    "is_of_transformers",
     "model_dict",
     "model_from_config",
     "not_adapted",

@@ -166,6 +166,10 @@ class Model(ABC):
         """The module's buffers, such as rotary angles: each pipeline stage has its own."""
         return ()
 
+    def blocks_called_with(self, seq_len: int) -> tuple[Buffer, ...]:
+        """The module's buffers that it calls its blocks with."""
+        return ()
+
     @property
     def made_after_buffers(self) -> str:
         """The name of the module that comes after the one with the buffers; empty: they are made last."""

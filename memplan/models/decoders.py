@@ -28,6 +28,9 @@ class RotaryDecoder(Decoder):
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
         return (rotation(seq_len, self.d_head),)
 
+    def blocks_called_with(self, seq_len: int) -> tuple[Buffer, ...]:
+        return self.buffers(seq_len)
+
     def embed(self, tokens: Tensor) -> Tensor:
         return embedding(tokens, "embedding.tokens", self.vocab_size, self.d_model)
 

@@ -8,6 +8,7 @@ position ids included.
 
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
@@ -18,6 +19,7 @@ from memplan.models.families import Family, Reader
 from memplan.ops import (
     attention,
     embedding,
+    fused_linear_cross_entropy,
     halves_rotation,
     heads,
     linear,
@@ -62,11 +64,20 @@ class HuggingFaceModel(Decoder, ABC):
 
         return config_of(self)
 
+    def blocks_called_with(self, seq_len: int) -> tuple[Buffer, ...]:
+        return ()
+
     def logits(self, x: Tensor) -> Tensor:
-        """The logits from the last norm's output, which lives until the loss is computed."""
+        """The logits from the last norm's output, which lives until the loss is computed.
+
+        Where Liger makes them within the loss, that output itself.
+        """
         x.tape.let_go()
         x.tape.hold(x)
-        return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+        if x.tape.context.fuses_loss:
+            return x
+        with x.tape.offload.paused() if x.tape.offload else nullcontext():
+            return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
 
     @property
     def output_name(self) -> str:
@@ -77,7 +88,10 @@ class HuggingFaceModel(Decoder, ABC):
         return self.output_name
 
     def loss(self, logits: Tensor) -> Tensor:
-        found = shifted_cross_entropy(logits)
+        if logits.tape.context.fuses_loss:
+            found = fused_linear_cross_entropy(logits, self.output_name, self.vocab_size)
+        else:
+            found = shifted_cross_entropy(logits)
         logits.tape.let_go()
         return found
 

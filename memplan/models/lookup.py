@@ -44,6 +44,11 @@ class Tracing(NamedTuple):
     mesh: Mapping[Group, int]
 
 
+def is_of_transformers(asked: Mapping[str, Any]) -> bool:
+    """Whether keywords ask for what only transformers' models have: adapters, or Liger's kernels."""
+    return asked.get("lora_rank") is not None or asked.get("liger_kernel", "none") != "none"
+
+
 def resolve(
     model: Model | str | os.PathLike[str] | Any,
     implementation: str | None = None,
@@ -65,7 +70,7 @@ def resolve(
     `implementation`: whose code trains it; None: the model's own, or the default of the preset or file.
     `device`: whose kernels are traced, in these `precisions`, where the architecture of a config.json has no
     family, or of a module, divided over a `mesh` if there is one. `cache=False`: a config.json is traced anew
-    (`memplan.tracing.cache`). `adapted`: adapters are trained, so that the default is transformers' code.
+    (`memplan.tracing.cache`). `adapted`: as `is_of_transformers` says: the default is their code.
 
     >>> resolve("gpt2").n_blocks
     12

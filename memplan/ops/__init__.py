@@ -59,6 +59,7 @@ from memplan.ops.heads import (
 from memplan.ops.linear import conv1d, linear
 from memplan.ops.loss import (
     cross_entropy,
+    fused_linear_cross_entropy,
     gradient_of_loss,
     scaled_loss,
     share_of_loss,
@@ -87,6 +88,7 @@ __all__ = [
     "embedding",
     "feature_parts",
     "feature_slices",
+    "fused_linear_cross_entropy",
     "gelu",
     "gelu_new",
     "gradient_of_loss",

@@ -141,7 +141,7 @@ def rope(x: Tensor) -> Tensor:
             conjugate.new("conjugate of the angles", (seq, half), COMPLEX64)
             return (grad.tape.new("grad", shape, FP32),)
 
-    turned = x.new("rotated", shape, FP32, tape.node((wide.node,), (), backward))
+    turned = x.new("rotated", shape, FP32, tape.node((wide.node,), tape.beside, backward))
     turned.node = tape.node((turned.node,), (), lambda grad, saved: (token_major(grad),))
     return tape.cast(turned, dtype)
 

@@ -8,8 +8,9 @@ from memplan.ops.elementwise import passed_on, pointwise
 from memplan.ops.heads import split
 from memplan.ops.redistribute import moved
 from memplan.placements import Partial, Replicate
+from memplan.record import ComputeKind
 from memplan.shapes import BOOL, FP32, INT64
-from memplan.tape import Grads, Saved, Tape, Tensor
+from memplan.tape import Grads, Saved, Tape, Tensor, Workspace
 
 
 def cross_entropy(logits: Tensor) -> Tensor:
@@ -45,7 +46,76 @@ def shifted_cross_entropy(logits: Tensor) -> Tensor:
         if batch > 1:
             padded.keep(targets)
             targets = tape.new("shifted targets", (batch, seq), INT64)
+        else:
+            targets = Tensor(tape, (batch, seq), INT64, targets.storage, is_view=True)
         return _cross_entropy(wide, targets)
+
+
+def fused_linear_cross_entropy(x: Tensor, name: str, n_out: int) -> Tensor:
+    """The loss of the last norm's output x (batch, seq, d), whose logits are made chunk by chunk, by Liger.
+
+    A chunk's logits (tokens, n_out) become their own gradient, in place. The gradients of x and of the weight
+    are computed in the forward pass and saved; nothing else is.
+
+    Source: liger_kernel.ops.fused_linear_cross_entropy (`fused_linear_cross_entropy_forward`), 0.8.5;
+    liger_kernel.transformers.model.loss_utils (`LigerForCausalLMLoss`).
+    """
+    tape, dtype = x.tape, x.dtype
+    batch, seq, d = dims(x, "fused_linear_cross_entropy", "batch", "seq", "d")
+    n_tokens = batch * seq
+    weight = tape.weight(tape.parameter(f"{name}.weight", (n_out, d)))
+    with tape.workspace() as held:
+        targets = tape.new("padded targets", (batch, seq + 1), INT64)
+        held.keep(targets)
+        if batch > 1:
+            held.new("shifted targets", (batch, seq), INT64)
+        del targets
+        grad_x = tape.new("grad of the last norm's output", (n_tokens, d), dtype)
+        grad_w = tape.new(f"{name}.weight.grad", weight.shape, dtype)
+        losses = tape.new("losses of tokens", (n_tokens,), FP32)
+        held.new("tokens with a target", (n_tokens,), BOOL)
+        held.keep(losses)
+        tape.summed("number of targets", (), INT64, n_tokens)
+        with tape.workspace() as storage:
+            _chunks(x, weight, n_tokens, storage)
+        loss = tape.summed("loss", (), FP32, n_tokens)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        with grad.tape.workspace() as compared:
+            compared.new("1", (), FP32)
+            compared.new("whether the gradient is 1", (), BOOL)
+            compared.new("whether all are", (), BOOL)
+        grad_x, grad_w = saved
+        return grad_x.view(batch, seq, d), grad_w.detach()
+
+    loss.node = tape.node((x.node, weight.node), (grad_x, grad_w), backward)
+    return loss
+
+
+def chunk_tokens(n_tokens: int, d: int, n_out: int) -> int:
+    """The tokens of a chunk of Liger's loss.
+
+    >>> chunk_tokens(4 * 4096, 4096, 32_000), chunk_tokens(4096, 4096, 128_256), chunk_tokens(3, 64, 64)
+    (2048, 128, 3)
+    """
+    least = -(-n_tokens // -(-n_out // d))
+    return min(n_tokens, 1 << (least - 1).bit_length())
+
+
+def _chunks(x: Tensor, weight: Tensor, n_tokens: int, storage: Workspace) -> None:
+    """The three products of each chunk, into one tensor of logits and into the gradients."""
+    tape, (n_out, d) = x.tape, weight.shape
+    size = chunk_tokens(n_tokens, d, n_out)
+    logits = tape.new("logits of a chunk", (size, n_out), x.dtype)
+    storage.keep(logits)
+    tape.product(logits)
+    for start in range(0, n_tokens, size):
+        n = min(size, n_tokens - start)
+        for operands in (((n, d), (d, n_out)), ((n, n_out), (n_out, d)), ((n_out, n), (n, d))):
+            tape.computed(ComputeKind.MM, operands, (operands[0][0], operands[1][1]), x.dtype)
+        if x.dtype == FP32:
+            with tape.workspace() as product:
+                product.new("gradient of a chunk", weight.shape, FP32)
 
 
 def _cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:

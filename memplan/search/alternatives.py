@@ -1,10 +1,12 @@
 """What would fit where no plan does: states on the host, more GPUs, a shorter sequence, adapters."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from memplan.command import command_text, estimate_command, plan_values
+from memplan.engines.options import with_said
 from memplan.errors import MemplanError
 from memplan.estimate import Estimate
 from memplan.hardware import Cluster, gpu_names, gpus_per_node
@@ -55,8 +57,8 @@ def alternatives(model: Model, where: Cluster, plan: Plan) -> Iterator[Alternati
 
     The plan says what is trained: batch, sequence, precision, optimizer. Its mesh is free, blocks are
     recomputed. States are offloaded; or GPUs are doubled, at most to `MOST_GPUS`; or the sequence is halved,
-    at least to `SHORTEST`; each until a plan fits. Or adapters are trained beside frozen weights, where PEFT
-    can and is installed.
+    at least to `SHORTEST`; each until a plan fits. Or Liger's loss makes the logits in chunks, in a model of
+    transformers; or adapters are trained beside frozen weights, where PEFT can and is installed.
     """
     if (found := _least(model, where, plan, offload=True)) is not None:
         yield Alternative("offload to the host", found)
@@ -72,11 +74,21 @@ def alternatives(model: Model, where: Cluster, plan: Plan) -> Iterator[Alternati
             break
         seq_len //= 2
     theirs = resolve(model, adapted=True)
+    if (found := _by_liger(theirs, where, plan)) is not None:
+        yield Alternative("Liger's loss", found)
     for change, adapters in ADAPTERS.items() if plan.lora_rank is None else ():
         found = _least(theirs, where, replace(plan, **adapters), offload=False, **UNDIVIDED)
         if found is not None:
             yield Alternative(change, found)
             break
+
+
+def _by_liger(model: Model, where: Cluster, plan: Plan) -> Estimate | None:
+    """The plan with Liger's loss that holds least, if it fits; None under an engine that has none."""
+    with suppress(MemplanError):
+        plan = with_said(plan, liger_kernel="fused_linear_cross_entropy")
+        return _least(model, where, plan, offload=False, **UNDIVIDED)
+    return None
 
 
 def _least(model: Model, where: Cluster, plan: Plan, *, offload: bool, **mesh: Any) -> Estimate | None:

@@ -47,6 +47,8 @@ class PlanOptions(TypedDict, total=False):
     fsdp_units: str | Iterable[str]
     compile: str | Iterable[str]
     float8: str | Iterable[str]
+    liger_kernel: str | Iterable[str]
+    activation_offloading: str | Iterable[str]
     fsdp_blocks: int | Iterable[int]
     fsdp_version: int | Iterable[int]
     use_orig_params: bool | Iterable[bool]

@@ -33,7 +33,7 @@ from memplan.hardware import (
     outside_allocator,
     resolve_cluster,
 )
-from memplan.models import Model, resolve
+from memplan.models import Model, is_of_transformers, resolve
 from memplan.plan import Plan
 from memplan.search.judge import (
     OBJECTIVES,
@@ -345,7 +345,7 @@ def resolved(
     usual = (Plan.__dataclass_fields__["precision"].default,)
     traced = {"precisions": asked.get("precision", usual), "cache": asked.pop("cache", True)}
     code, device = asked.pop("implementation", None), where.gpu.device.type
-    adapted = asked.get("lora_rank") is not None
+    adapted = is_of_transformers(asked)
     return resolve(model, code, device, adapted=adapted, **traced), where, asked
 
 

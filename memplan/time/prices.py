@@ -16,9 +16,13 @@ from memplan.plan import Plan
 from memplan.record import CollectiveKind, Compute
 from memplan.time.collectives import Line, best_bytes_per_s, crosses_nodes, lines, ranks_in_a_node
 from memplan.time.operations import operations_of
+from memplan.units import GB
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+HOST_LINKS: Final = "time/host_links.toml"
+"""The table of rates between GPUs and their hosts."""
 
 HOST: Final = "time/host.toml"
 """The table of how long hosts take to issue a kernel."""
@@ -42,6 +46,12 @@ def peak_flops_per_s(plan: Plan, cluster: Cluster) -> float | None:
     """The peak dense rate of the plan's matrix products; None if the datasheet states none."""
     rate: float | None = getattr(cluster.gpu, f"{plan.formats.matmul}_flops_per_s")
     return rate
+
+
+def host_bytes_per_s(cluster: Cluster) -> float | None:
+    """The rate of copies between a GPU and its host, as measured of their link; None: not known."""
+    found: dict[str, Any] = toml_table(HOST_LINKS).get(cluster.gpu.host_link, {})
+    return found["gb_per_s"] * GB if found else None
 
 
 # --- Traffic ----------------------------------------------------------------------------------------------
@@ -134,10 +144,16 @@ class WireBytes:
 class Prices(ABC):
     """What the operations and the traffic of a plan, or of many, cost in seconds.
 
-    `host_s`: what the host takes to issue one kernel or collective; 0: not known.
+    `host_s`: what the host takes to issue one kernel or collective; 0: not known. `host_bytes_per_s`: the
+    rate of copies between the GPU and its host.
     """
 
     host_s: float = 0.0
+    host_bytes_per_s: float = inf
+
+    def copied_s(self, n_bytes: int) -> float:
+        """Seconds of a copy between the GPU and its host's page-locked memory."""
+        return n_bytes / self.host_bytes_per_s
 
     @abstractmethod
     def operation_s(self, event: Compute) -> float:
@@ -169,6 +185,7 @@ class RooflinePrices(Prices):
         self.efficiency = efficiency
         self.memory_bytes_per_s = cluster.gpu.memory_bytes_per_s or inf
         self.bytes_per_s = GroupRates(plan, cluster)
+        self.host_bytes_per_s = host_bytes_per_s(cluster) or inf
 
     def operation_s(self, event: Compute) -> float:
         """Seconds of its FLOPs at the fraction of the peak rate."""
@@ -197,6 +214,7 @@ class MeasuredPrices(Prices):
         self._protocols: dict[tuple[CollectiveKind, Group], tuple[Line, ...]] = {}
         self.operations = operations_of(cluster.gpu, plan.formats.matmul, least, flash_2)
         self._rates: dict[Group, Quantity] = {}
+        self.host_bytes_per_s = host_bytes_per_s(cluster) or inf
         if not least:
             self.host_s = toml_table(HOST).get(plan.engine, {}).get("us", 0.0) * 1e-6
 

@@ -26,6 +26,7 @@ from memplan.time.prices import (
     Prices,
     Quantity,
     RooflinePrices,
+    host_bytes_per_s,
     links_used,
     peak_flops_per_s,
 )
@@ -78,7 +79,8 @@ class StepTime:
     Attributes:
         compute_s: computes forward and backward passes.
         recompute_s: runs forward passes again.
-        host_s: waits for the host to issue kernels, under engines that `memplan/time/host.toml` names.
+        host_s: waits for the host to issue kernels, under engines that `memplan/time/host.toml` names, or for
+            copies to it and from it.
         tp_s: waits for traffic over the tensor axis, and of tokens to experts.
         dp_s: waits for traffic over the data axes, or between all ranks.
         pp_s: sends to other stages of the pipeline.
@@ -349,6 +351,8 @@ def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
         yield f"no memory rate is known of {gpu.name}"
     if engine.offloads(plan):
         yield "no rate is known to and in the host's memory, where offloaded states are updated"
+    elif engine.copies_to_host(plan) and host_bytes_per_s(cluster) is None:
+        yield f"no rate is known between {gpu.name} and its host"
     if cluster.intra_node.bytes_per_s and cluster.inter_node.bytes_per_s:
         return
     within, between = links_used(plan, cluster.gpus_per_node)

@@ -186,8 +186,10 @@ class Programs:
     def _priced(self, event: Timed) -> tuple[int, Instant]:
         if isinstance(event, Compute):
             return int(event.phase == "recompute"), ceil(self.prices.operation_s(event) * PER_S)
-        if not isinstance(event, Collective) or event.axis == HOST or event.kind == "recv":
+        if not isinstance(event, Collective) or event.kind == "recv":
             return 0, 0
+        if event.axis == HOST:
+            return HOST_CAUSE, event.calls * ceil(self.prices.copied_s(event.payload_bytes) * PER_S)
         each_s = self.prices.collective_s(event.kind, event.axis, event.payload_bytes)
         return CAUSES.index(f"{waits_of(event.axis)}_s"), event.calls * ceil(each_s * PER_S)
 

@@ -24,7 +24,9 @@ from validate.suites.compiled import gpu_compiled
 from validate.suites.divided import gpu_divided
 from validate.suites.families import gpu_families
 from validate.suites.float8 import gpu_float8
+from validate.suites.losses import gpu_losses
 from validate.suites.models import in_small
+from validate.suites.offloading import gpu_offloading
 from validate.suites.optimizers import gpu_optimizers
 from validate.suites.wild import gpu_wild
 
@@ -479,6 +481,8 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-adapters": gpu_adapters,
     "gpu-compiled": gpu_compiled,
     "gpu-float8": gpu_float8,
+    "gpu-offloading": gpu_offloading,
+    "gpu-losses": gpu_losses,
     "gpu-optimizers": gpu_optimizers,
     "gpu-families": gpu_families,
 }

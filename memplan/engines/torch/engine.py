@@ -45,6 +45,9 @@ class TorchEngine(Engine):
         chips = {(each.capability, each.multiprocessors) for each in map(gpu, self.confirmed_gpus)}
         return "nogpu" if (device.capability, device.multiprocessors) in chips else "unconfirmed"
 
+    def copies_to_host(self, plan: Plan) -> bool:
+        return torch_options(plan).activation_offloading != "none"
+
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         played = Player()
         for stages in ranks_of(model, plan, device):

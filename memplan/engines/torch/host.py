@@ -1,9 +1,11 @@
-"""The host's memory for a rank whose states FSDP offloads.
+"""The host's memory for a rank whose states FSDP offloads, or whose blocks keep their inputs there.
 
 Weights and gradients are page-locked (`CPUOffloadPolicy.pin_memory`), each in its own block; optimizer state
-is not. The update runs on the CPU.
+is not. The update runs on the CPU. What is kept of activations is page-locked too, and its blocks are used
+again by each micro-batch.
 
-Source: `torch.distributed.fsdp._fully_shard._fsdp_api:CPUOffloadPolicy`,
+Assumes: copies back to the GPU are done when the next micro-batch begins.
+Source: `torch.autograd.graph:save_on_cpu`, `torch.distributed.fsdp._fully_shard._fsdp_api:CPUOffloadPolicy`,
 `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`.
 """
 
@@ -14,14 +16,16 @@ from memplan.allocator import page_locked_bytes
 from memplan.engines.base import HostRecord
 from memplan.engines.torch.optimizer import update
 from memplan.engines.torch.stage import RankStages
-from memplan.record import allocs, chain, events, frees
+from memplan.mesh import HOST
+from memplan.record import Collective, allocs, chain, events, frees
 from memplan.shapes import UINT8, Buffer, buffer_of
 
 
 def host_of(stages: RankStages) -> HostRecord | None:
     """The host's record for the rank; None without offload."""
+    saved = Counter(dict(_saved(stages)))
     if not stages.offloads:
-        return None
+        return HostRecord(pinned=saved, pageable=Counter(), step=chain("host")) if saved else None
     states = stages.states
     pageable = Counter({buffer: n for buffer, n in states.items() if buffer.kind == "optimizer"})
     pinned = states - pageable + stages.grads + Counter(dict(_rest_of_blocks(stages)))
@@ -31,13 +35,33 @@ def host_of(stages: RankStages) -> HostRecord | None:
     arrived = [buffer_of(f"{b.name} (arrived, to be added)", b.shape, b.dtype) for b in added]
     copies = [event for buffer in arrived for event in (*allocs(buffer), *frees(buffer))]
     return HostRecord(
-        pinned=pinned, pageable=pageable, step=chain("host", events("accumulation", copies), update(stages))
+        pinned=pinned + saved,
+        pageable=pageable,
+        step=chain("host", events("accumulation", copies), update(stages)),
     )
 
 
 def _rest_of_blocks(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
-    """The rest of each page-locked block: blocks are powers of two."""
+    """The rest of each page-locked block."""
     for name, counted_bytes, n_bytes, n in stages.page_locked:
-        spare = page_locked_bytes(n_bytes) - counted_bytes
-        if spare:
-            yield buffer_of(f"{name} (rest of its page-locked block)", (spare,), UINT8), n
+        yield from _rest_of_block(name, counted_bytes, n_bytes, n)
+
+
+def _rest_of_block(name: str, counted_bytes: int, n_bytes: int, n: int) -> Iterator[tuple[Buffer, int]]:
+    """What is left of the page-locked blocks of `n` tensors: blocks are powers of two."""
+    if spare := page_locked_bytes(n_bytes) - counted_bytes:
+        yield buffer_of(f"{name} (rest of its page-locked block)", (spare,), UINT8), n
+
+
+def _saved(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
+    """What the host keeps of activations in a micro-batch, and the rest of its page-locked blocks."""
+    sent: Counter[tuple[str, int]] = Counter()
+    for stage in stages:
+        trace = stage.trace
+        for segment, n in [(trace.embed, 1), *stage.forward_order, (trace.head, 1), (trace.loss, 1)]:
+            for event in segment.events:
+                if isinstance(event, Collective) and event.axis == HOST:
+                    sent[event.what.removesuffix(", forward"), event.payload_bytes] += n
+    for (what, n_bytes), n in sent.items():
+        yield buffer_of(what, (n_bytes,), UINT8, "activations"), n
+        yield from _rest_of_block(what, n_bytes, n_bytes, n)

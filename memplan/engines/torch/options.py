@@ -14,6 +14,8 @@ BACKWARD_PREFETCHES: Final = ("pre", "post", "none")
 OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 COMPILES: Final = ("none", "block")
 FLOAT8: Final = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+ACTIVATION_OFFLOADING: Final = ("none", "save_on_cpu", "OffloadActivations")
+LIGER_KERNELS: Final = ("none", "fused_linear_cross_entropy")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "no_sync")
 """The options of FullyShardedDataParallel alone."""
@@ -78,6 +80,25 @@ class TorchOptions:
             "quantize.linear.float8",
             choices=FLOAT8,
             word="float8",
+        ),
+    )
+    liger_kernel: str = described(
+        "none",
+        Choice(
+            "Liger's kernel in transformers' model, as the Trainer's liger_kernel_config has it: the output "
+            "layer within the loss, whose logits are made in chunks",
+            choices=LIGER_KERNELS,
+            word="liger",
+        ),
+    )
+    activation_offloading: str = described(
+        "none",
+        Choice(
+            "Keep what recomputed blocks keep, their inputs, in the host's page-locked memory: "
+            "torch.autograd.graph.save_on_cpu around each, as PyTorch's offload_wrapper, or TRL's "
+            "OffloadActivations around the model, which copies beside the computation",
+            choices=ACTIVATION_OFFLOADING,
+            word="activations",
         ),
     )
     optimizer_impl: str = described(

@@ -15,8 +15,10 @@ from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.releasing import lets_outputs_go
 from memplan.engines.torch.sharding import ddp_buckets, place_among_shards
 from memplan.engines.torch.stage import RankStages, Stage
+from memplan.engines.trace import from_host
 from memplan.memory import Alive
 from memplan.models import TracedModel, ends_are_tied
+from memplan.offload_activations import STREAM
 from memplan.plan import Rank
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
@@ -289,6 +291,7 @@ def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]
     `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init`.
     """
     for local, one in enumerate(modules):
+        yield from [(buffer, STREAM) for buffer in from_host(one.stage.trace)]
         if isinstance(one, FullyShardedDataParallel):
             for flat, _ in one.units:
                 yield flat.low_precision, "pre-unshard"

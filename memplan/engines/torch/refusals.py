@@ -19,6 +19,7 @@ from memplan.kernels import SCALED_MM_MULTIPLE
 from memplan.models import Model, TracedModel, ends_are_tied, not_adapted, not_divided, not_divided_so
 from memplan.models.lookup import module_values
 from memplan.models.traced import Ends
+from memplan.offload_activations import MOST_STASHED
 from memplan.plan import Plan
 from memplan.shapes import BF16, FP32
 
@@ -491,6 +492,76 @@ def _check_float8(model: Model, plan: Plan) -> None:
     )
 
 
+def _check_activation_offloading(model: Model, plan: Plan) -> None:
+    """Raise for activations on the host where no block is recomputed, or beside what has no rule."""
+    option, float8 = torch_options(plan).activation_offloading, torch_options(plan).float8
+    if option == "none":
+        return
+    not_modelled = (
+        (plan.recompute == "none", "recompute='none', which would copy weights too,", "recompute='full'"),
+        *[(plan.mesh.size(axis) > 1, f"{axis}={plan.mesh.size(axis)}", f"{axis}=1") for axis in NOT_COMPILED],
+        (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
+        (compiled_blocks(plan) is not None, "compile='block'", "compile='none'"),
+        (float8 != "none", f"float8={float8!r}", "float8='none'"),
+        (isinstance(model, TracedModel), "a traced model", "a model of a family"),
+        *(_not_by_trl(model, plan) if option == "OffloadActivations" else ()),
+    )
+    for what, other in [(what, other) for asked, what, other in not_modelled if asked]:
+        raise MissingRule(
+            f"activation_offloading={option!r} with {what} has no rule yet; use {other}, or "
+            "activation_offloading='none'.",
+            kind=f"activation_offloading with {what.partition('=')[0]}",
+        )
+
+
+LIGER: Final = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+"""The families of transformers whose forward pass Liger replaces by one that ends in this loss alone."""
+
+
+def _check_liger(model: Model, plan: Plan) -> None:
+    """Raise for Liger's loss of a model without a rule, or beside what has none with it."""
+    options = torch_options(plan)
+    if options.liger_kernel == "none":
+        return
+    if not model.computes_loss or model.family not in LIGER:
+        raise MissingRule(
+            f"liger_kernel={options.liger_kernel!r} has no rule for {model.name} of {model.code}; use one "
+            f"of {', '.join(LIGER)} with implementation='huggingface', or liger_kernel='none'.",
+            kind="Liger's loss of a model that it has no rule for",
+        )
+    ends, offloaded = (
+        options.fsdp_units == "block+ends",
+        options.activation_offloading == "OffloadActivations",
+    )
+    _check_beside_modules(
+        plan,
+        "liger_kernel",
+        "Liger's loss",
+        (
+            plan.autocasts,
+            f"precision={plan.precision!r} under autocast (zero={plan.zero})",
+            "precision='bf16'",
+        ),
+        (plan.formats.loss_scaled, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
+        (ends, "fsdp_units='block+ends'", "fsdp_units='block'"),
+        (offloaded, "activation_offloading='OffloadActivations'", "activation_offloading='save_on_cpu'"),
+        (compiled_blocks(plan) is not None, "compile='block'", "compile='none'"),
+        (options.float8 != "none", f"float8={options.float8!r}", "float8='none'"),
+    )
+
+
+def _not_by_trl(model: Model, plan: Plan) -> tuple[tuple[bool, str, str], ...]:
+    """What has no rule under TRL's `OffloadActivations`, as rows of `_check_activation_offloading`."""
+    return (
+        (plan.recompute != "full", f"recompute={plan.recompute!r}", "recompute='full'"),
+        (plan.recompute_blocks is not None, f"recompute_blocks={plan.recompute_blocks}", "all blocks"),
+        (not model.computes_loss, model.code, "implementation='huggingface'"),
+        (len(model.kinds) > 1, "blocks of several kinds", "a model of equal blocks"),
+        (model.n_blocks <= MOST_STASHED, f"{model.n_blocks} blocks", f"more than {MOST_STASHED} blocks"),
+        (torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+    )
+
+
 def _check_recordings(model: Model, plan: Plan) -> None:
     """Raise for what no recording of a module's own passes says: it is traced, or will be."""
     divided, compiles = bool(plan.mesh.dividing) and not model.divides_itself, compiled_blocks(plan)
@@ -743,6 +814,8 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_adapters,
     _check_compiled,
     _check_float8,
+    _check_activation_offloading,
+    _check_liger,
     _check_recordings,
     _check_traced,
     _check_recorded,
@@ -780,6 +853,12 @@ def check_device(plan: Plan, device: Device) -> None:
             f"optimizer={plan.optimizer!r} of bitsandbytes has rules on GPUs only; use adamw, or "
             "device='cuda'.",
             kind="an optimizer of bitsandbytes on CPU",
+        )
+    if device.on_cpu and torch_options(plan).liger_kernel != "none":
+        raise PlanRefused(
+            f"liger_kernel={torch_options(plan).liger_kernel!r} is of Triton, which compiles for GPUs; use "
+            "liger_kernel='none'.",
+            kind="Liger's kernels on CPU",
         )
     recipe = torch_options(plan).float8
     is_nvidia = device.capability is not None

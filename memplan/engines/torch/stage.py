@@ -97,6 +97,9 @@ class Stage(ModelStage):
             micro_batch=plan.micro_batch,
             seq_len=plan.local_seq_len,
             loss_chunks=plan.loss_chunks,
+            saves_on_cpu=self.options.activation_offloading == "save_on_cpu",
+            fuses_loss=self.options.liger_kernel != "none",
+            offloads_activations=self.options.activation_offloading == "OffloadActivations",
             torch_release=self.options.release,
             keeps_wide_grads=self.autograd_casts_grads and self.widens_grads,
         )

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from memplan.engines.trace import Segment, buffer_in
+from memplan.mesh import HOST
 from memplan.mesh import Group as MeshGroup
 from memplan.record import Collective, Event, Stretch, chain, events, repeated
 from memplan.shapes import Parameter, Role
@@ -65,13 +66,21 @@ def opened_when_called(
 ) -> tuple[CountedEvents, ...]:
     """The events with the all-gather where the group's first module is called.
 
-    Under checkpointing that is after the random state has been saved.
+    Under checkpointing that is after the random state has been saved, and the arguments on the host.
     """
     first, n = passed[0] if passed else ((), 0)
-    starts_with = buffer_in(first[0]) if first else None
-    if not (opened and starts_with is not None and starts_with.role is Role.RNG_STATE):
+    n_before = max([i + 1 for i, event in enumerate(first) if _is_of_checkpoint(event)], default=0)
+    if not (opened and n_before):
         return (*opened, *passed)
-    return ((first[:1], 1), *opened, (first[1:], 1), (first, n - 1), *passed[1:])
+    return ((first[:n_before], 1), *opened, (first[n_before:], 1), (first, n - 1), *passed[1:])
+
+
+def _is_of_checkpoint(event: Event) -> bool:
+    """Whether a checkpoint does it before it calls its function."""
+    buffer = buffer_in(event)
+    if buffer is None:
+        return isinstance(event, Collective) and event.axis == HOST
+    return buffer.role in (Role.RNG_STATE, Role.SAVED_ON_CPU)
 
 
 def grouped(

@@ -177,7 +177,8 @@ class Transformer(nn.Module):
 
     The forward pass maps token ids (first stage) or hidden states to hidden states or, on the last stage,
     logits. `autocast_dtype` runs it under autocast; `recompute` keeps only the input of each of the first
-    `recompute_blocks` blocks (None: all), and if selective what `KEPT_OPERATIONS` made of it.
+    `recompute_blocks` blocks (None: all), and if selective what `KEPT_OPERATIONS` made of it. `checkpoint` is
+    PyTorch's function, or one around it.
     """
 
     def __init__(
@@ -209,6 +210,7 @@ class Transformer(nn.Module):
         self.autocast_dtype: torch.dtype | None = None
         self.recompute: Recompute = "none"
         self.recompute_blocks: int | None = None
+        self.checkpoint = checkpoint
 
     @property
     def tied(self) -> bool:
@@ -248,7 +250,7 @@ class Transformer(nn.Module):
         if isinstance(block, TorchtitanBlock):
             contexts = second_products_kept
         context_fn = contexts if self.recompute == "selective" else noop_context_fn
-        return cast(Tensor, checkpoint(block, *arguments, use_reentrant=False, context_fn=context_fn))
+        return cast(Tensor, self.checkpoint(block, *arguments, use_reentrant=False, context_fn=context_fn))
 
 
 def token_loss(logits: Tensor, targets: Tensor, *, chunks: int = 1) -> Tensor:

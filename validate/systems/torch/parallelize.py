@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -138,6 +139,7 @@ def parallel_module(
     with_float8(stage, torch_options(plan).float8)
     if not compile_blocks([stage.blocks], plan):
         stage.recompute, stage.recompute_blocks = plan.recompute, plan.recompute_blocks
+        stage.checkpoint = checkpoint_of(plan, stage.checkpoint)
     if plan.autocasts:
         stage.autocast_dtype = torch_dtype(plan.formats.compute)
     if mesh is None:
@@ -150,6 +152,21 @@ def parallel_module(
         shard_weights(stage, _units(stage, plan), plan, mesh)
     materialised(stage, device, offload=plan.offload)
     return replicated(stage, plan, mesh["dp"]) if plan.ddp else stage
+
+
+def checkpoint_of(plan: Plan, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that checkpoints a block: its arguments stay on the device, or are kept on the host.
+
+    Source: `torch.distributed.algorithms._checkpoint.checkpoint_wrapper:OffloadWrapper`.
+    """
+    if torch_options(plan).activation_offloading != "save_on_cpu":
+        return checkpoint
+
+    def on_the_host(*args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu(pin_memory=True):
+            return checkpoint(*args, **kwargs)
+
+    return on_the_host
 
 
 Hook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]

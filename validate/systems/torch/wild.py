@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Final, cast
@@ -45,6 +46,7 @@ from validate.systems.torch.adapters import with_adapters
 from validate.systems.torch.architectures import is_architecture, small_module
 from validate.systems.torch.compiled import compile_blocks
 from validate.systems.torch.parallelize import (
+    checkpoint_of,
     fsdp_options,
     fully_sharded,
     replicated,
@@ -842,6 +844,7 @@ def wild_modules(
         elif plan.mesh.dividing and mesh is not None and hasattr(module, "_resolve_parallel_plans"):
             by_plan_of_transformers(module, mesh)
         module = with_float8(module, torch_options(plan).float8)
+        _patch_by_liger(module, plan)
         stacks, path = stacks_of(module, model), ""
         compiles = compile_blocks([one for one in module.modules() if list(one.children()) in stacks], plan)
         if compiles:
@@ -865,6 +868,16 @@ def wild_modules(
             module = replicated(module, plan, mesh["dp"])
         found[stage] = module
     return found
+
+
+def _patch_by_liger(module: nn.Module, plan: Plan) -> None:
+    """Give a model of transformers Liger's forward pass, if the plan says so, none of its other kernels."""
+    if (kernel := torch_options(plan).liger_kernel) == "none":
+        return
+    known = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    apply = known[cast(Any, module).config.model_type]
+    flags = [name for name, one in signature(apply).parameters.items() if isinstance(one.default, bool)]
+    apply(model=module, **{name: name == kernel for name in flags})
 
 
 class EvenRouting:
@@ -955,9 +968,11 @@ def checkpoint_only(stacks: list[list[nn.Module]], module: nn.Module, plan: Plan
         return
     blocks = [one for own in stacks for one in own][: plan.recompute_blocks]
     kind = import_module("transformers.modeling_layers").GradientCheckpointingLayer
-    for one in module.modules():
+    for one in cast(Iterator[Any], module.modules()):
         if isinstance(one, kind) and one not in blocks:
             one.gradient_checkpointing = False
+        elif isinstance(one, kind):
+            one._gradient_checkpointing_func = checkpoint_of(plan, one._gradient_checkpointing_func)
 
 
 def stacks_of(module: nn.Module, model: TracedModel | Decoder) -> list[list[nn.Module]]:
@@ -996,6 +1011,14 @@ def wild_inputs(
     return {name: own[id(value)] for name, value in drawn.items()}
 
 
+def _offloads(module: nn.Module, plan: Plan) -> AbstractContextManager[Any]:
+    """TRL's manager of activations on the host, or none."""
+    if torch_options(plan).activation_offloading != "OffloadActivations":
+        return nullcontext()
+    found = import_module("trl.models.activation_offloading").get_act_offloading_ctx_manager(module)
+    return cast(AbstractContextManager[Any], found)
+
+
 def wild_passes(
     modules: Mapping[int, nn.Module],
     model: TracedModel | Decoder,
@@ -1022,6 +1045,7 @@ def wild_passes(
     (module,) = modules.values()
     n = plan.n_micro_batches
     whole = {name: value.cpu().numpy().copy() for name, value in inputs.items()} if plan.cp > 1 else {}
+    offloads = _offloads(module, plan)
     compute = torch_dtype(plan.formats.compute)
 
     def part_of(i: int) -> dict[str, Tensor]:
@@ -1040,7 +1064,7 @@ def wild_passes(
             held = i < n - 1 and (isinstance(module, DistributedDataParallel) or torch_options(plan).no_sync)
             within = module.no_sync() if held else nullcontext()  # type: ignore[operator]
             with within, divided_over(plan, mesh, part):
-                with autocast(plan, device):
+                with autocast(plan, device), offloads:
                     found = loss_of(module, part) / n
                 scaler.scale(found).backward()
             total += float(found.detach())
