@@ -102,7 +102,8 @@ class OpContext:
     sequence whose cross-entropy is computed one after the other. `torch_release` is PyTorch's.
     `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
     `recomputes_outputs`: a checkpoint is reentrant: it computes its region's output again too, and holds it.
-    `hooks_modules`: modules have hooks, and linears are ZeRO-3's.
+    `hooks_modules`: modules have hooks, and linears are ZeRO-3's. `trainer`: transformers' Trainer calls the
+    module, with a mask of padding that is all ones; `clones_outputs`: DDP hands on clones of its outputs.
     """
 
     device: Device = H100
@@ -125,6 +126,8 @@ class OpContext:
     keeps_wide_grads: bool = False
     recomputes_outputs: bool = False
     hooks_modules: bool = False
+    trainer: bool = False
+    clones_outputs: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:

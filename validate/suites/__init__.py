@@ -27,6 +27,7 @@ from validate.suites.models import SMALL, models
 from validate.suites.optimizers import optimizers
 from validate.suites.quick import quick
 from validate.suites.refused import refused
+from validate.suites.trainers import trainers
 from validate.suites.wild import wild
 
 SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
@@ -45,6 +46,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "adapters": adapters,
     "optimizers": optimizers,
     "architectures": architectures,
+    "trainers": trainers,
 }
 """Suites of CPU ranks."""
 

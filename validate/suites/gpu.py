@@ -26,6 +26,7 @@ from validate.suites.families import gpu_families
 from validate.suites.float8 import gpu_float8
 from validate.suites.models import in_small
 from validate.suites.optimizers import gpu_optimizers
+from validate.suites.trainers import gpu_trainers
 from validate.suites.wild import gpu_wild
 
 LLAMA_100M: Final = Llama(
@@ -468,6 +469,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-float8": gpu_float8,
     "gpu-optimizers": gpu_optimizers,
     "gpu-families": gpu_families,
+    "gpu-trainers": gpu_trainers,
 }
 
 PATIENCE_S: Final = 600.0

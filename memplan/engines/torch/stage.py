@@ -18,6 +18,7 @@ from memplan.engines.torch.sharding import (
     shard_rank,
     zero_redundancy_partition,
 )
+from memplan.engines.torch.trainer import KeptByTrainer, kept_by_trainer
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided
@@ -31,6 +32,10 @@ N_POOL_STREAMS: Final = 32
 
 Source: c10/cuda/CUDAStream.cpp (`kStreamsPerPool`), aten/src/ATen/core/ivalue_inl.h (`Future::then`).
 """
+
+
+IN_USE: Final = "parameters in use (DDP)"
+"""The name of what DDP keeps to tell which parameters a pass has used."""
 
 
 def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
@@ -99,7 +104,30 @@ class Stage(ModelStage):
             loss_chunks=plan.loss_chunks,
             torch_release=self.options.release,
             keeps_wide_grads=self.autograd_casts_grads and self.widens_grads,
+            trainer=self.has_trainer,
+            clones_outputs=self.finds_unused,
         )
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether transformers' Trainer trains the module."""
+        return self.options.trainer == "huggingface"
+
+    @cached_property
+    def trainer(self) -> KeptByTrainer | None:
+        """What transformers' Trainer keeps from step to step; None: a plain loop trains."""
+        if not self.has_trainer:
+            return None
+        on_host = self.device.on_cpu
+        return kept_by_trainer(self.model, self.plan, self.trace, self.weight_dtype, on_host=on_host)
+
+    @property
+    def finds_unused(self) -> bool:
+        """Whether DDP has `find_unused_parameters`: the Trainer's where nothing is recomputed.
+
+        Source: transformers.trainer (`Trainer._build_accelerator_args`).
+        """
+        return self.has_trainer and self.plan.ddp and self.plan.recompute == "none"
 
     @property
     def is_fsdp2(self) -> bool:
@@ -184,6 +212,11 @@ class RankStages:
         self.model, self.plan, self.device, self.backend = model, plan, device, one.backend
         self.options, self.weight_dtype = one.options, one.weight_dtype
         self.offloads, self.update_device = one.offloads, one.update_device
+
+    @property
+    def trainer(self) -> KeptByTrainer | None:
+        """What transformers' Trainer keeps from step to step; None: a plain loop trains."""
+        return self.stages[0].trainer
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -435,9 +468,9 @@ class RankStages:
                 alive[moment] += kept
             if kept and self.has_step(parameter):
                 alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
-        if self.options.static_graph:
+        if self.options.static_graph or self.stages[0].finds_unused:
             n_parameters = sum(n for _, n in self.counted_trained_parameters())
-            in_use = buffer_of("parameters in use (DDP, static graph)", (n_parameters,), INT32)
+            in_use = buffer_of(IN_USE, (n_parameters,), INT32)
             alive[in_use] += 2 if self.device.on_cpu else 1
         return alive
 
@@ -502,6 +535,8 @@ class RankStages:
         tokens, *others = self.model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
         alive: Alive = Counter([tokens] if self.first or isinstance(self.model, TracedModel) else ())
         alive.update(others)
+        if self.trainer is not None:
+            alive = Counter(self.trainer.buffers)
         for stage in self:
             alive.update(stage.buffers)
         for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):
