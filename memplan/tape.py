@@ -103,7 +103,8 @@ class OpContext:
     `keeps_wide_grads`: the gradient of a narrower weight stays in float32 where it is computed so.
     `recomputes_outputs`: a checkpoint is reentrant: it computes its region's output again too, and holds it.
     `hooks_modules`: modules have hooks, and linears are ZeRO-3's. `trainer`: transformers' Trainer calls the
-    module, with a mask of padding that is all ones; `clones_outputs`: DDP hands on clones of its outputs.
+    module, with a mask of padding that is all ones; `clones_outputs`: DDP hands on clones of its outputs;
+    `casts_inputs`: FSDP casts what the module is called with.
     """
 
     device: Device = H100
@@ -128,6 +129,7 @@ class OpContext:
     hooks_modules: bool = False
     trainer: bool = False
     clones_outputs: bool = False
+    casts_inputs: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:

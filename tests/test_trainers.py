@@ -81,7 +81,16 @@ def test_what_is_written_is_read_back(tmp_path, plan):
             InvalidValue,
             "gradient_checkpointing_kwargs=.* has no rule yet",
         ),
-        ("--fsdp true --fsdp_config '{\"version\": 1}'", InvalidValue, "fsdp_config.version=1 has no rule"),
+        (
+            "--fsdp true --fsdp_config '{\"version\": 3}'",
+            InvalidValue,
+            "version=3 is not allowed; use 1 or 2",
+        ),
+        (
+            '--fsdp true --fsdp_config \'{"version": 1, "reshard_after_forward": "shard_grad_op"}\'',
+            InvalidValue,
+            "has no effect on FSDP1: Accelerate 1.15 takes FULL_SHARD all the same",
+        ),
         ("--fsdp true --fsdp_config '{\"reshards\": 1}'", UnknownName, "key of fsdp_config 'reshards'"),
         ("--fsdp true --gradient_accumulation_steps 2", InvalidValue, "sync_each_batch"),
         ("--bf16 'x", InvalidValue, "close every quote"),
@@ -112,6 +121,21 @@ def test_models_whose_padding_has_no_rule_are_refused():
     for name in ("gpt2", "mixtral-8x7b"):
         with pytest.raises(MissingRule, match="mask of padding"):
             memplan.estimate(name, trainer="huggingface", optimizer_impl="fused")
+
+
+def test_fsdp1_is_read_with_accelerates_defaults():
+    line = "--bf16 --fsdp true --gradient_accumulation_steps 4 --fsdp_config '{\"version\": 1}'"
+    keywords = read(line, "transformers", MODEL).keywords
+    told = {"zero": 3, "fsdp_version": 1, "use_orig_params": True, "backward_prefetch": "none"}
+    assert keywords.items() >= (told | {"no_sync": True, "precision": "bf16-mixed-reduce-bf16"}).items()
+    with pytest.raises(MissingRule, match="trainer='huggingface' with zero=2"):
+        memplan.estimate(MODEL, dp=2, **{**TRAINER, **told, "zero": 2})
+
+
+def test_fsdp1_casts_the_modules_buffers():
+    told: dict[str, Any] = {"dp": 8, "zero": 3, "fsdp_version": 1, "precision": "bf16-mixed-reduce-bf16"}
+    found = {row.name: row.n_bytes for row in held(**told).worst.alive if "inv_freq" in row.name}
+    assert found == dict.fromkeys(("rotary_emb.inv_freq", "rotary_emb.original_inv_freq"), 64 * 2)
 
 
 def held(**options: Any) -> memplan.Estimate:

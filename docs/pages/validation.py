@@ -24,7 +24,7 @@ SUITES: Final = {
     "compiled": "blocks under torch.compile",
     "float8": "linears in float8 by torchao",
     "optimizers": "Muon, and bitsandbytes' optimizers",
-    "trainers": "transformers' Trainer, alone, under DDP and FSDP2",
+    "trainers": "transformers' Trainer, alone, under DDP and FSDP",
     "deepspeed": "DeepSpeed's ZeRO-0 to 3",
     "fullsize": "single ranks at true size, on tensors without data",
     "gpu-standin": "single ranks of 8 to 1,024, the others played",

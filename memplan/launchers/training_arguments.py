@@ -62,9 +62,13 @@ HARMLESS: Final = frozenset({
 FSDP_KEYS: Final = frozenset({
     *("version", "reshard_after_forward", "auto_wrap_policy", "transformer_layer_cls_to_wrap"),
     *("activation_checkpointing", "state_dict_type", "cpu_ram_efficient_loading", "cpu_offload"),
-    *("min_num_params", "offload_params", "use_orig_params", "sync_module_states"),
+    *("min_num_params", "offload_params", "use_orig_params", "sync_module_states", "limit_all_gathers"),
+    *("forward_prefetch", "backward_prefetch"),
 })  # fmt: skip
-"""Keys of `fsdp_config` under FSDP2, without their prefix."""
+"""Keys of `fsdp_config`, without their prefix."""
+
+PREFETCHES: Final = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": "NO_PREFETCH"}
+"""FSDP1's words for when it gathers the next unit."""
 
 
 def read_arguments(text: str, model: Model) -> Read:
@@ -140,14 +144,22 @@ def _fsdp(said: Mapping[str, Any], model: Model) -> dict[str, Any]:
     for key in config:
         if key not in FSDP_KEYS:
             raise unknown_name("key of fsdp_config", key, FSDP_KEYS)
-    only = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_offload": False}
-    for key, value in (only | {"offload_params": False}).items():
+    only = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "limit_all_gathers": True}
+    for key, value in (only | {"cpu_offload": False, "offload_params": False}).items():
         if config.get(key, value) != value:
             raise InvalidValue(
                 f"fsdp_config.{key}={shown_value(config[key])} has no rule yet; use {json.dumps(value)}."
             )
+    checkpoints = {"activation_checkpointing": bool(config.get("activation_checkpointing"))}
     accumulation = (said["accelerator_config"] or {}).get("gradient_accumulation_kwargs") or {}
-    if said["gradient_accumulation_steps"] > 1 and not accumulation.get("sync_each_batch"):
+    no_sync = said["gradient_accumulation_steps"] > 1 and not accumulation.get("sync_each_batch")
+    if config.get("version", 2) == 1:
+        return checkpoints | _fsdp1(config) | {"no_sync": no_sync}
+    if config.get("version", 2) != 2:
+        raise InvalidValue(
+            f"fsdp_config.version={shown_value(config['version'])} is not allowed; use 1 or 2."
+        )
+    if no_sync:
         raise InvalidValue(
             f"gradient_accumulation_steps={said['gradient_accumulation_steps']} under FSDP2 keeps whole "
             "gradients, which has no rule yet; use accelerator_config="
@@ -156,7 +168,33 @@ def _fsdp(said: Mapping[str, Any], model: Model) -> dict[str, Any]:
     return {
         "zero": 3 if config.get("reshard_after_forward", True) else 2,
         "fsdp_units": "block" if ends_are_tied(model) else "block+ends",
-        "activation_checkpointing": bool(config.get("activation_checkpointing")),
+        **checkpoints,
+    }
+
+
+def _fsdp1(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of FSDP1's keys.
+
+    Source: accelerate.utils.dataclasses (`FullyShardedDataParallelPlugin.__post_init__`: a strategy that is
+    not said in the environment is FULL_SHARD, and goes before `reshard_after_forward`).
+    """
+    words = {word: value for value, word in PREFETCHES.items()}
+    prefetch = str(config.get("backward_prefetch", "NO_PREFETCH")).upper()
+    if prefetch not in words:
+        raise InvalidValue(
+            f"fsdp_config.backward_prefetch={shown_value(prefetch)} is not allowed; use {' or '.join(words)}."
+        )
+    if str(strategy := config.get("reshard_after_forward", "full_shard")).lower() != "full_shard":
+        raise InvalidValue(
+            f"fsdp_config.reshard_after_forward={shown_value(strategy)} has no effect on FSDP1: Accelerate "
+            '1.15 takes FULL_SHARD all the same; use "full_shard".'
+        )
+    return {
+        "zero": 3,
+        "fsdp_version": 1,
+        "backward_prefetch": words[prefetch],
+        "use_orig_params": bool(config.get("use_orig_params", True)),
+        "forward_prefetch": bool(config.get("forward_prefetch", False)),
     }
 
 

@@ -13,7 +13,7 @@ from memplan.engines.options import plan_dict
 from memplan.errors import InvalidValue
 from memplan.launchers.accelerate import MIXED, differences, limits_of
 from memplan.launchers.base import Job, Launcher, Limit, Read
-from memplan.launchers.training_arguments import read_arguments
+from memplan.launchers.training_arguments import PREFETCHES, read_arguments
 from memplan.models import Model
 from memplan.plan import Plan
 from memplan.shapes import BF16
@@ -104,14 +104,19 @@ def training_arguments(plan: Plan) -> dict[str, Any]:
         found["ddp_static_graph"] = True
     if plan.fsdp:
         found["fsdp"] = True
+        flat = options["fsdp_version"] == 1
         found["fsdp_config"] = {
-            "version": 2,
-            "reshard_after_forward": plan.zero == 3,
+            "version": options["fsdp_version"],
+            "reshard_after_forward": "full_shard" if flat else plan.zero == 3,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "cpu_offload": plan.offload,
             "activation_checkpointing": plan.recompute == "full",
             "state_dict_type": "SHARDED_STATE_DICT",
         }
-        if plan.n_micro_batches > 1:
+        if flat:
+            names = "use_orig_params", "forward_prefetch"
+            found["fsdp_config"] |= {name: options[name] for name in names}
+            found["fsdp_config"]["backward_prefetch"] = PREFETCHES[options["backward_prefetch"]]
+        if plan.n_micro_batches > 1 and not options["no_sync"]:
             found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return found

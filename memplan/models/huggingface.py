@@ -39,6 +39,9 @@ SILU: Final = "hidden_act", "silu", ("silu", "swish")
 GELU: Final = "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu")
 """The default activation of several families, GELU's tanh form, and the allowed values."""
 
+N_TOKENS: Final = "tokens of the batch, cast"
+"""The argument that the Trainer's count of tokens is to all blocks and the loss, as FSDP casts it."""
+
 SLIDING: Final = "sliding"
 """The kind of the blocks with a window, in a model that has others too."""
 
@@ -65,8 +68,9 @@ class HuggingFaceModel(Decoder, ABC):
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits from the last norm's output, which lives until the loss is computed."""
+        arguments = [own for name, own in x.tape.shared.items() if name == N_TOKENS]
         x.tape.let_go()
-        x.tape.hold(x)
+        x.tape.hold(x, *arguments)
         return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
 
     @property
@@ -134,7 +138,9 @@ class HuggingFaceDecoder(HuggingFaceModel):
 
     def rotation(self, tokens: Tensor) -> None:
         """Make the arguments of all blocks: position ids, masks, and the tables of rotary angles."""
-        shared = tokens.tape.shared
+        shared, context = tokens.tape.shared, tokens.tape.context
+        if context.casts_inputs:
+            shared[N_TOKENS] = tokens.tape.new(N_TOKENS, (), context.weight_dtype)
         shared["positions"] = offset_positions(tokens)
         self.masks(tokens)
         shared["cosines"], shared["sines"] = self.tables(tokens)

@@ -47,14 +47,7 @@ def shifted_cross_entropy(logits: Tensor) -> Tensor:
             padded.keep(targets)
             targets = tape.new("shifted targets", (batch, seq), INT64)
         loss = _cross_entropy(wide, targets)
-        return _over_tokens_of_batch(loss) if tape.context.trainer else loss
-
-
-def _over_tokens_of_batch(loss: Tensor) -> Tensor:
-    """The loss over the number of tokens that the Trainer hands over, which FSDP2 casts as it does inputs."""
-    tape, dtype = loss.tape, loss.tape.context.weight_dtype
-    cast = (tape.new("tokens of the batch, cast", (), dtype),) if tape.context.cast_units else ()
-    return pointwise(loss, "loss over the tokens of the batch", *cast)
+        return pointwise(loss, "loss over the tokens of the batch") if tape.context.trainer else loss
 
 
 def _cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""transformers' Trainer: one process, DDP and FSDP2, with its own options; each a flat list of rows."""
+"""transformers' Trainer: one process, DDP, FSDP2 and FSDP1, with its own options; flat lists of rows."""
 
 from dataclasses import replace
 from typing import Any, Final, cast
@@ -32,6 +32,12 @@ SMALL: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("gpt_neox", {"precision": "fp32", "micro_batch": 2}),
 )
 """Families in small, for CPU ranks."""
+
+FSDP1: Final[dict[str, Any]] = {
+    "zero": 3, "fsdp_version": 1, "use_orig_params": True, "backward_prefetch": "none",
+    "precision": "bf16-mixed-reduce-bf16",
+}  # fmt: skip
+"""FSDP1 as the Trainer tells it by default."""
 
 LLAMA: Final = "llama-3-8b"
 QWEN: Final = "qwen3-8b"
@@ -69,6 +75,12 @@ LARGE: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (QWEN, 8, {"dp": 8, **FSDP2}, 2),
     (QWEN, 36, {"dp": 32, **FSDP2, "recompute": "full"}, 31),
     (QWEN, 8, {"dp": 7, **FSDP2, "clip_grad_norm": None}, 6),
+    (LLAMA, 8, {"dp": 8, **FSDP1}, 1),
+    (LLAMA, 32, {"dp": 8, **FSDP1, "recompute": "full"}, 7),
+    (LLAMA, 8, {"dp": 8, **FSDP1, "recompute": "full", "global_batch": 24, "no_sync": True}, 5),
+    (LLAMA, 8, {"dp": 64, **FSDP1, "precision": "bf16", "backward_prefetch": "pre"}, 63),
+    (QWEN, 8, {"dp": 8, **FSDP1, "use_orig_params": False, "recompute": "full"}, 2),
+    (QWEN, 4, {"dp": 8, **FSDP1, "precision": "fp32", "seq_len": 2048, "clip_grad_norm": None}, 3),
     ("llama-3-70b", 4, {"dp": 256, **FSDP2, "recompute": "full"}, 255),
 )
 """A preset, its layers, a plan's options, and the rank that runs alone."""

@@ -697,7 +697,8 @@ def _check_trainer(model: Model, plan: Plan) -> None:
             "optimizer='adamw' with optimizer_impl='fused' (adamw_torch_fused).",
             kind="the Trainer with another optimizer than its default",
         )
-    ends = "block" if ends_are_tied(model) else "block+ends"
+    flat = plan.fsdp and options.fsdp_version == 1
+    ends = "block" if flat or ends_are_tied(model) else "block+ends"
     others = (
         *((getattr(plan, axis) > 1, f"{axis}={getattr(plan, axis)}", f"{axis}=1") for axis in _DIVIDING),
         (plan.zero == 1, "zero=1", "zero=0, 2 or 3"),
@@ -707,8 +708,13 @@ def _check_trainer(model: Model, plan: Plan) -> None:
         (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
         (not options.set_to_none, "set_to_none=False", "set_to_none=True"),
         *((getattr(options, name) != getattr(USUAL, name), name, "its default") for name in _NOT_TOLD),
-        (plan.fsdp and options.fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
-        (plan.fsdp and ends == "block", "zero=2 or 3 of tied ends", "zero=0, or a model with a head"),
+        (flat and plan.zero == 2, "zero=2 (Accelerate takes FULL_SHARD all the same)", "zero=3"),
+        (flat and plan.n_micro_batches > 1 and not options.no_sync, "no_sync=False", "no_sync=True"),
+        (
+            plan.fsdp and not flat and ends == "block",
+            "zero=2 or 3 of tied ends",
+            "zero=0, or a model with a head",
+        ),
         (plan.fsdp and options.fsdp_units != ends, f"fsdp_units={options.fsdp_units!r}", repr(ends)),
     )
     for is_used, what, other in others:

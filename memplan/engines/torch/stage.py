@@ -89,7 +89,7 @@ class Stage(ModelStage):
             device=self.device,
             backend=self.backend,
             weight_dtype=weight_dtype(plan),
-            autocast=formats.compute if plan.autocasts else None,
+            autocast=formats.compute if plan.autocasts or (self.has_trainer and self.is_fsdp1) else None,
             tp=plan.tp,
             cp=plan.cp,
             cp_rank=self.cp_rank,
@@ -106,7 +106,18 @@ class Stage(ModelStage):
             keeps_wide_grads=self.autograd_casts_grads and self.widens_grads,
             trainer=self.has_trainer,
             clones_outputs=self.finds_unused,
+            casts_inputs=self.has_trainer and plan.fsdp and plan.mixed,
         )
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The module's buffers, which Accelerate has FSDP1 cast as it casts weights.
+
+        Source: accelerate.utils.dataclasses (`FullyShardedDataParallelPlugin.set_mixed_precision`).
+        """
+        own, dtype = super().buffers, self.plan.formats.gather
+        casts = self.has_trainer and self.is_fsdp1 and self.plan.mixed
+        return tuple([buffer_of(one.name, one.shape, dtype) for one in own]) if casts else own
 
     @property
     def has_trainer(self) -> bool:
@@ -525,7 +536,8 @@ class RankStages:
 
         Source: `torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.clip_grad_norm_`.
         """
-        keeps = self.stages[0].is_fsdp1 and self.plan.clip_grad_norm is not None
+        clips = self.plan.clip_grad_norm is not None or self.trainer is not None
+        keeps = self.stages[0].is_fsdp1 and clips
         return Counter([buffer_of("norm of no gradients", (), FP32)] * keeps)
 
     @property
