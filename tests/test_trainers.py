@@ -107,6 +107,7 @@ def test_what_has_no_rule_is_refused_by_name(line, kind, said):
         ({"optimizer_impl": "foreach"}, "optimizer_impl='foreach'"),
         ({"dp": 2, "zero": 1}, "zero=1"),
         ({"dp": 2, "zero": 3}, "fsdp_units='block'"),
+        ({"dp": 2, "zero": 3, "precision": "bf16-mixed"}, "precision='bf16-mixed'"),
         ({"recompute": "selective"}, "recompute='selective'"),
         ({"dp": 2, "static_graph": True}, "static_graph"),
         ({"tp": 2}, "tp=2"),
@@ -136,6 +137,14 @@ def test_fsdp1_casts_the_modules_buffers():
     told: dict[str, Any] = {"dp": 8, "zero": 3, "fsdp_version": 1, "precision": "bf16-mixed-reduce-bf16"}
     found = {row.name: row.n_bytes for row in held(**told).worst.alive if "inv_freq" in row.name}
     assert found == dict.fromkeys(("rotary_emb.inv_freq", "rotary_emb.original_inv_freq"), 64 * 2)
+
+
+def test_a_window_is_refused_where_it_needs_a_mask():
+    whole: Any = implemented(preset("mistral-7b"), "huggingface")
+    mistral = replace(whole, n_layers=2)
+    memplan.estimate(replace(mistral, window=1024), **TRAINER)
+    with pytest.raises(MissingRule, match="no rule joins it with a mask over 512 tokens"):
+        memplan.estimate(replace(mistral, window=256), **TRAINER)
 
 
 def held(**options: Any) -> memplan.Estimate:

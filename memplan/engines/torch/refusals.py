@@ -699,6 +699,7 @@ def _check_trainer(model: Model, plan: Plan) -> None:
         )
     flat = plan.fsdp and options.fsdp_version == 1
     ends = "block" if flat or ends_are_tied(model) else "block+ends"
+    asked_precision = f"precision={plan.precision!r} (gradients are reduced in the type that weights have)"
     others = (
         *((getattr(plan, axis) > 1, f"{axis}={getattr(plan, axis)}", f"{axis}=1") for axis in _DIVIDING),
         (plan.zero == 1, "zero=1", "zero=0, 2 or 3"),
@@ -708,6 +709,11 @@ def _check_trainer(model: Model, plan: Plan) -> None:
         (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
         (not options.set_to_none, "set_to_none=False", "set_to_none=True"),
         *((getattr(options, name) != getattr(USUAL, name), name, "its default") for name in _NOT_TOLD),
+        (
+            plan.fsdp and plan.precision not in _FSDP_PRECISIONS,
+            asked_precision,
+            " or ".join(_FSDP_PRECISIONS),
+        ),
         (flat and plan.zero == 2, "zero=2 (Accelerate takes FULL_SHARD all the same)", "zero=3"),
         (flat and plan.n_micro_batches > 1 and not options.no_sync, "no_sync=False", "no_sync=True"),
         (
@@ -726,11 +732,12 @@ def _check_trainer(model: Model, plan: Plan) -> None:
 
 
 _DIVIDING: Final = ("tp", "pp", "cp", "ep", "dp_replicate")
+_FSDP_PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed-reduce-bf16")
 _NOT_TOLD: Final = (
     *("static_graph", "gradient_as_bucket_view", "ddp_comm_hook", "compile", "float8", "fsdp_blocks"),
     "torch_version",
 )
-"""What the Trainer divides nothing over, and options that it has no rule with."""
+"""What the Trainer divides nothing over; Accelerate's FSDP; options that there is no rule for."""
 
 
 def check_trace(model: Model, plan: Plan) -> None:
