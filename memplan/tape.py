@@ -105,7 +105,9 @@ class OpContext:
     `recomputes_outputs`: a checkpoint is reentrant: it computes its region's output again too, and holds it.
     `hooks_modules`: modules have hooks, and linears are ZeRO-3's. `saves_on_cpu`: what a checkpoint keeps is
     copied to the host, and back; `offloads_activations`: by TRL's `OffloadActivations`, all that is saved.
-    `fuses_loss`: Liger's loss makes the logits.
+    `fuses_loss`: Liger's loss makes the logits. `trainer`: transformers' Trainer calls the module, with a
+    mask of padding that is all ones; `clones_outputs`: DDP hands on clones of its outputs; `casts_inputs`:
+    FSDP casts what the module is called with.
     """
 
     device: Device = H100
@@ -131,6 +133,9 @@ class OpContext:
     saves_on_cpu: bool = False
     offloads_activations: bool = False
     fuses_loss: bool = False
+    trainer: bool = False
+    clones_outputs: bool = False
+    casts_inputs: bool = False
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -26,6 +26,7 @@ SUITES: Final = {
     "optimizers": "Muon, and bitsandbytes' optimizers",
     "losses": "Liger's fused linear cross-entropy",
     "offloading": "inputs of recomputed blocks on the host",
+    "trainers": "transformers' Trainer, alone, under DDP and FSDP",
     "deepspeed": "DeepSpeed's ZeRO-0 to 3",
     "fullsize": "single ranks at true size, on tensors without data",
     "gpu-standin": "single ranks of 8 to 1,024, the others played",

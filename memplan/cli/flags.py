@@ -101,7 +101,7 @@ METAVARS: Final[dict[type[Field], str]] = {
 
 GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "Model and cluster": (
-        *("torchtitan", "accelerate", "deepspeed", "megatron", "blocks", "implementation"),
+        *("torchtitan", "accelerate", "transformers", "deepspeed", "megatron", "blocks", "implementation"),
         "cache",
         "cluster",
         "most_gpus",

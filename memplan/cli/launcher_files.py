@@ -1,4 +1,7 @@
-"""Files of launchers as plans: `memplan estimate --torchtitan FILE`, or --megatron with its arguments."""
+"""Files of launchers as plans: `memplan estimate --torchtitan FILE`, or --megatron with its arguments.
+
+--transformers takes those of the Trainer, in a file or in quotes.
+"""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,7 +15,7 @@ from memplan.hardware import resolve_cluster
 from memplan.launchers import read
 from memplan.models import Model, resolve
 
-LAUNCHERS: Final = ("torchtitan", "accelerate", "deepspeed", "megatron")
+LAUNCHERS: Final = ("torchtitan", "accelerate", "transformers", "deepspeed", "megatron")
 """The launchers whose files are read."""
 
 

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 from memplan.errors import MissingRule
 from memplan.models import Model
 from memplan.models.traced import Ends
-from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
+from memplan.ops import (
+    gradient_of_loss,
+    logits_in_float32,
+    loss_as_returned,
+    loss_of_one_step,
+    scaled_loss,
+    share_of_loss,
+)
 from memplan.placements import local_shape
 from memplan.plan import Recompute
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, Stretch, events, frees
@@ -333,7 +340,7 @@ class _TracedStage:
 
     def loss(self) -> None:
         """Run the last stage's head and loss, and their backward pass."""
-        tape = self.tape
+        tape, clones = self.tape, self.tape.context.clones_outputs
         logits = self.model.head(self.held.pop("x"))
         self.n_head, n_nodes = len(tape.events) - self.cut.n_events, len(tape.nodes)
         if self.model.computes_loss:
@@ -344,15 +351,26 @@ class _TracedStage:
             end = self.model.loss(logits)
         if self.keep_logits:
             self.held["output"] = end.detach() if self.model.computes_loss else logits
-        del logits
-        end = share_of_loss(end)
-        scaled = scaled_loss(end)
+        if tape.context.trainer:
+            logits = logits_in_float32(logits)
+            returned = loss_as_returned(end)
+            logits = logits.new("clone of the logits", logits.shape, logits.dtype) if clones else logits
+            del logits
+            end = returned
+            one_step = loss_of_one_step(end)
+            scaled = scaled_loss(one_step)
+            self.held["loss of one step"] = one_step.detach()
+            del returned, one_step
+        else:
+            del logits
+            end = share_of_loss(end)
+            scaled = scaled_loss(end)
         if not self.keep_logits:
             self.held["loss"] = end.detach()
         self.held["scaled loss"] = scaled.detach()
         del end
         self._end("loss")
-        self.held["start"] = gradient_of_loss(tape)
+        self.held["start"] = gradient_of_loss(tape, scaled.dtype)
         tape.start_backward(scaled, self.held["start"])
         del scaled
         tape.backward(down_to=n_head)
@@ -389,7 +407,7 @@ class _TracedStage:
 
     def release(self) -> None:
         """Free what lives to the end of the backward pass, then what a schedule holds beyond it."""
-        losses = "scaled loss", "loss"
+        losses = "scaled loss", "loss of one step", "loss"
         for name in ("start", *(() if self.keep_logits else losses)):
             self.held.pop(name, None)
         self._end("end_of_backward")

@@ -18,7 +18,7 @@ from memplan.units import MiB, human_bytes
 
 MIXED: Final = {
     **dict.fromkeys(("fp32", "bf16"), "no"),
-    **dict.fromkeys(("bf16-mixed", "bf16-mixed-reduce-bf16"), "bf16"),
+    **dict.fromkeys(("bf16-mixed", "bf16-mixed-reduce-bf16", "bf16-autocast"), "bf16"),
     "fp16-mixed": "fp16",
 }
 """Accelerate's word for each precision; "no" takes the weights as the script has loaded them."""

@@ -1,4 +1,4 @@
-"""transformers 5.23: the arguments of its Trainer as JSON, which `HfArgumentParser.parse_json_file` reads.
+"""transformers 5.23: the arguments of its Trainer, in and out, as `HfArgumentParser` takes them.
 
 The Trainer runs on Accelerate, which divides the model.
 
@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Final, final
 
 from memplan.engines.options import plan_dict
+from memplan.errors import InvalidValue
 from memplan.launchers.accelerate import MIXED, differences, limits_of
-from memplan.launchers.base import Job, Launcher, Limit
+from memplan.launchers.base import Job, Launcher, Limit, Read
+from memplan.launchers.training_arguments import PREFETCHES, read_arguments
+from memplan.models import Model
 from memplan.plan import Plan
+from memplan.shapes import BF16
 from memplan.units import MiB
 
 OPTIMIZERS: Final = {
@@ -54,6 +58,10 @@ class Transformers(Launcher):
 
     def notes(self, job: Job) -> Iterator[str]:
         plan = job.estimate.plan
+        if plan.formats.stored == BF16:
+            yield "The weights are in bfloat16 only if your script loads the model with dtype=torch.bfloat16."
+        if plan_dict(plan)["trainer"] != "none":
+            return
         yield from differences(job, WHO)
         if plan.fsdp and plan.formats.reduce != plan.formats.gather:
             yield (
@@ -62,17 +70,20 @@ class Transformers(Launcher):
             )
         if plan.clip_grad_norm is None:
             yield f"{WHO} takes the norm of the gradients in every step, also where none is clipped."
-        if plan.precision == "bf16":
-            yield "The weights are in bfloat16 only if your script loads the model with dtype=torch.bfloat16."
+
+    def read(self, text: str, model: Model | None) -> Read:
+        if model is None:
+            raise InvalidValue("names no model; give one beside it, as in llama-3-8b.")
+        return read_arguments(text, model)
 
     def text(self, job: Job, notes: tuple[str, ...]) -> str:
-        return json.dumps(_arguments(job.estimate.plan), indent=2) + "\n"
+        return json.dumps(training_arguments(job.estimate.plan), indent=2) + "\n"
 
 
 TRANSFORMERS: Final = Transformers()
 
 
-def _arguments(plan: Plan) -> dict[str, Any]:
+def training_arguments(plan: Plan) -> dict[str, Any]:
     """The arguments of the Trainer that the plan decides."""
     options = plan_dict(plan)
     found: dict[str, Any] = {
@@ -93,14 +104,19 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         found["ddp_static_graph"] = True
     if plan.fsdp:
         found["fsdp"] = True
+        flat = options["fsdp_version"] == 1
         found["fsdp_config"] = {
-            "version": 2,
-            "reshard_after_forward": plan.zero == 3,
+            "version": options["fsdp_version"],
+            "reshard_after_forward": "full_shard" if flat else plan.zero == 3,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "cpu_offload": plan.offload,
             "activation_checkpointing": plan.recompute == "full",
             "state_dict_type": "SHARDED_STATE_DICT",
         }
-        if plan.n_micro_batches > 1:
+        if flat:
+            names = "use_orig_params", "forward_prefetch"
+            found["fsdp_config"] |= {name: options[name] for name in names}
+            found["fsdp_config"]["backward_prefetch"] = PREFETCHES[options["backward_prefetch"]]
+        if plan.n_micro_batches > 1 and not options["no_sync"]:
             found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return found

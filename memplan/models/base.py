@@ -65,6 +65,8 @@ class Model(ABC):
     """Whether the loss can be computed piece by piece (`loss_chunks`)."""
     computes_loss: ClassVar[bool] = False
     """Whether the module computes its loss in its own forward pass, and so under its autocast."""
+    takes_padding_mask: ClassVar[bool] = False
+    """Whether rules say what a mask of padding, as transformers' Trainer hands over, changes."""
     holds_embedding: ClassVar[bool] = False
     """Whether a variable of the forward pass refers to the first block's input until `Tape.let_go`."""
     blocks_return_views: ClassVar[bool] = False

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
 from memplan.checks import checked_count
+from memplan.errors import MissingRule
 from memplan.models.base import BLOCKS, Decoder, Model
 from memplan.models.config import Config, WithoutRule
 from memplan.models.families import Family, Reader
@@ -39,6 +40,9 @@ SILU: Final = "hidden_act", "silu", ("silu", "swish")
 
 GELU: Final = "gelu_pytorch_tanh", ("gelu_pytorch_tanh", "gelu")
 """The default activation of several families, GELU's tanh form, and the allowed values."""
+
+N_TOKENS: Final = "tokens of the batch, cast"
+"""The argument that the Trainer's count of tokens is to all blocks and the loss, as FSDP casts it."""
 
 SLIDING: Final = "sliding"
 """The kind of the blocks with a window, in a model that has others too."""
@@ -72,8 +76,9 @@ class HuggingFaceModel(Decoder, ABC):
 
         Where Liger makes them within the loss, that output itself.
         """
+        arguments = [own for name, own in x.tape.shared.items() if name == N_TOKENS]
         x.tape.let_go()
-        x.tape.hold(x)
+        x.tape.hold(x, *arguments)
         if x.tape.context.fuses_loss:
             return x
         with x.tape.offload.paused() if x.tape.offload else nullcontext():
@@ -104,6 +109,7 @@ class HuggingFaceDecoder(HuggingFaceModel):
     """
 
     holds_embedding: ClassVar[bool] = True
+    takes_padding_mask: ClassVar[bool] = True
     module_order: ClassVar[tuple[str, ...]] = (
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn",
         "mlp", "",
@@ -146,7 +152,9 @@ class HuggingFaceDecoder(HuggingFaceModel):
 
     def rotation(self, tokens: Tensor) -> None:
         """Make the arguments of all blocks: position ids, masks, and the tables of rotary angles."""
-        shared = tokens.tape.shared
+        shared, context = tokens.tape.shared, tokens.tape.context
+        if context.casts_inputs:
+            shared[N_TOKENS] = tokens.tape.new(N_TOKENS, (), context.weight_dtype)
         shared["positions"] = offset_positions(tokens)
         self.masks(tokens)
         shared["cosines"], shared["sines"] = self.tables(tokens)
@@ -260,10 +268,19 @@ def offset_positions(tokens: Tensor) -> Tensor:
 def look_for_packed_sequences(tokens: Tensor) -> None:
     """Allocate and free the tensors of the check that each row's positions are of one sequence.
 
-    Source: transformers.masking_utils, find_packed_sequence_indices.
+    Under a trainer, of the check that its mask pads no token.
+
+    Source: transformers.masking_utils, find_packed_sequence_indices, _ignore_causal_mask_sdpa.
     """
     tape, shape = tokens.tape, tokens.shape
     batch, seq = shape
+    if tape.context.trainer:  # the mask of padding comes with the tokens, and is all ones
+        with tape.workspace() as mask:
+            mask.new("mask of padding, as bool", shape, BOOL)
+            with tape.workspace() as summed:
+                summed.new("unmasked tokens", (), INT64)
+                summed.new("whether all are", (), BOOL)
+        return
     with tape.workspace() as kept:
         kept.new("positions before the first", (batch, 1), INT64)
         with tape.workspace() as joined:
@@ -308,8 +325,17 @@ def window_mask(tokens: Tensor) -> Tensor:
 
 
 def _ranges(tokens: Tensor, into: Workspace) -> None:
-    """The indices of samples, of one head, and of queries and keys, that a mask is a function of."""
+    """The indices of samples, of one head, and of queries and keys, that a mask is a function of.
+
+    Raises:
+        MissingRule: where a mask of padding is another argument.
+    """
     tape, (batch, seq) = tokens.tape, tokens.shape
+    if tape.context.trainer:
+        raise MissingRule(
+            f"trainer='huggingface' hands over a mask of padding, and no rule joins it with a mask "
+            f"over {seq} tokens; use trainer='none', or sequences shorter than the window."
+        )
     into.new("samples", (batch,), INT64)
     into.new("head", (1,), INT64)
     for name in ("queries", "keys"):

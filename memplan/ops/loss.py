@@ -9,7 +9,7 @@ from memplan.ops.heads import split
 from memplan.ops.redistribute import moved
 from memplan.placements import Partial, Replicate
 from memplan.record import ComputeKind
-from memplan.shapes import BOOL, FP32, INT64
+from memplan.shapes import BOOL, FP32, INT64, DType
 from memplan.tape import Grads, Saved, Tape, Tensor, Workspace
 
 
@@ -34,9 +34,10 @@ def cross_entropy(logits: Tensor) -> Tensor:
 def shifted_cross_entropy(logits: Tensor) -> Tensor:
     """`cross_entropy` of the next token as in transformers: targets are padded and shifted.
 
-    Of several sequences the shifted targets are a copy.
+    Of several sequences the shifted targets are a copy. Under a trainer it is a sum over the tokens of the
+    whole batch.
 
-    Source: transformers.loss.loss_utils, ForCausalLMLoss.
+    Source: transformers.loss.loss_utils, ForCausalLMLoss, fixed_cross_entropy.
     """
     tape = logits.tape
     batch, seq, _ = dims(logits, "shifted_cross_entropy", "batch", "seq", "vocabulary")
@@ -48,7 +49,8 @@ def shifted_cross_entropy(logits: Tensor) -> Tensor:
             targets = tape.new("shifted targets", (batch, seq), INT64)
         else:
             targets = Tensor(tape, (batch, seq), INT64, targets.storage, is_view=True)
-        return _cross_entropy(wide, targets)
+        loss = _cross_entropy(wide, targets)
+        return pointwise(loss, "loss over the tokens of the batch") if tape.context.trainer else loss
 
 
 def fused_linear_cross_entropy(x: Tensor, name: str, n_out: int) -> Tensor:
@@ -240,9 +242,38 @@ def scaled_loss(loss: Tensor) -> Tensor:
     return pointwise(loss, "scaled loss")
 
 
-def gradient_of_loss(tape: Tape) -> Tensor:
-    """The 1 that backward starts from.
+def logits_in_float32(logits: Tensor) -> Tensor:
+    """The copy in float32 in which Accelerate returns logits that were computed under autocast.
+
+    Source: accelerate.utils.operations (`ConvertOutputsToFp32`).
+    """
+    is_wide = logits.dtype == FP32 or logits.tape.context.autocast is None
+    return logits if is_wide else logits.new("logits in float32", logits.shape, FP32)
+
+
+def loss_as_returned(loss: Tensor) -> Tensor:
+    """The loss as the Trainer's module returns it: FSDP2 casts it, DDP hands on a clone.
+
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._post_forward` (`output_dtype`),
+    `torch.nn.parallel.distributed:_DDPSink.forward`.
+    """
+    context = loss.tape.context
+    if context.cast_units:
+        loss = loss.tape.cast(loss, context.weight_dtype)
+    return pointwise(loss, "clone of the loss") if context.clones_outputs else loss
+
+
+def loss_of_one_step(loss: Tensor) -> Tensor:
+    """The loss over Accelerate's steps of accumulation, of which there is one under the Trainer.
+
+    Source: accelerate.accelerator (`Accelerator.backward`).
+    """
+    return pointwise(loss, "loss of one step")
+
+
+def gradient_of_loss(tape: Tape, dtype: DType = FP32) -> Tensor:
+    """The 1 that backward starts from, in the loss's type.
 
     Source: torch.autograd:_make_grads.
     """
-    return tape.new("grad of loss", (), FP32)
+    return tape.new("grad of loss", (), dtype)

@@ -62,6 +62,7 @@ class PlanOptions(TypedDict, total=False):
     static_graph: bool | Iterable[bool]
     bucket_cap_bytes: int | Iterable[int | None] | None
     ddp_comm_hook: str | Iterable[str]
+    trainer: str | Iterable[str]
     torch_version: str | Iterable[str]
     overlap_comm: bool | Iterable[bool | None] | None
     reduce_bucket_size: int | Iterable[int]

@@ -28,6 +28,7 @@ from validate.suites.offloading import offloading
 from validate.suites.optimizers import optimizers
 from validate.suites.quick import quick
 from validate.suites.refused import refused
+from validate.suites.trainers import trainers
 from validate.suites.wild import wild
 
 SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
@@ -47,6 +48,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "optimizers": optimizers,
     "offloading": offloading,
     "architectures": architectures,
+    "trainers": trainers,
 }
 """Suites of CPU ranks."""
 

@@ -28,6 +28,7 @@ from validate.suites.losses import gpu_losses
 from validate.suites.models import in_small
 from validate.suites.offloading import gpu_offloading
 from validate.suites.optimizers import gpu_optimizers
+from validate.suites.trainers import gpu_trainers
 from validate.suites.wild import gpu_wild
 
 LLAMA_100M: Final = Llama(
@@ -485,6 +486,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-losses": gpu_losses,
     "gpu-optimizers": gpu_optimizers,
     "gpu-families": gpu_families,
+    "gpu-trainers": gpu_trainers,
 }
 
 PATIENCE_S: Final = 600.0

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from memplan.errors import PlanRefused
-from validate.cases import Case
+from validate.cases import Case, option
 
 SYSTEMS: Final = {"torch": "validate.systems.torch", "deepspeed": "validate.systems.deepspeed"}
 """The module that runs the framework of each of memplan's engines."""
+
+TRAINERS: Final = {"huggingface": "validate.systems.huggingface"}
+"""The module that runs each trainer, over whichever framework."""
 
 
 class Training(ABC):
@@ -75,7 +78,7 @@ class System(Protocol):
 
 
 def prepared(case: Case, rank: int, device: torch.device) -> Training:
-    """The case's training on one rank, by the framework that its plan's engine plays.
+    """The case's training on one rank, by its plan's trainer, or the framework that its engine plays.
 
     Raises:
         PlanRefused: if that cannot be run.
@@ -83,4 +86,5 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
     engine = case.plan.engine
     if engine not in SYSTEMS:
         raise PlanRefused(f"engine={engine!r} cannot be run; use {' or '.join(map(repr, SYSTEMS))}.")
-    return cast(System, import_module(SYSTEMS[engine])).prepared(case, rank, device)
+    system = TRAINERS.get(option(case.plan, "trainer", "none"), SYSTEMS[engine])
+    return cast(System, import_module(system)).prepared(case, rank, device)

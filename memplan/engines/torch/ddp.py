@@ -10,11 +10,12 @@ Source: torch/csrc/distributed/c10d/reducer.cpp (`Reducer`), `torch.distributed.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import groupby, islice, repeat
+from itertools import groupby, islice
 from typing import Final, NamedTuple, final
 
 from memplan.engines.backward import backward_order, from_outside
 from memplan.engines.split import BlockRuns
+from memplan.engines.stage import trained
 from memplan.engines.torch.module import StageModule, before_blocks
 from memplan.engines.torch.sharding import ddp_buckets, partial_sum
 from memplan.engines.torch.stage import Stage
@@ -163,24 +164,33 @@ class Reducer:
     Attributes:
         buckets: the parameters of each bucket, in the order they are reduced.
         sizes: of each bucket.
-        fills: for each gradient in the order they are ready, the bucket that it completes, or None.
+        fills: for each gradient in the order they are ready, the buckets that it completes.
         partial: the buffer of each partial gradient that is ready late, before it is summed.
 
     Plays torch/csrc/distributed/c10d/reducer.cpp (`Reducer`).
     """
 
     def __init__(
-        self, trace: Trace, runs: BlockRuns, dtype: DType, cap_bytes: int | None, hook: str, *, last: bool
+        self,
+        trace: Trace,
+        runs: BlockRuns,
+        dtype: DType,
+        cap_bytes: int | None,
+        hook: str,
+        *,
+        last: bool,
+        finds_unused: bool,
     ) -> None:
         self.trace, self.dtype, self.hook, self.last = trace, dtype, hook, last
+        self.finds_unused = finds_unused
         self.blocks = [(trace.blocks[kind], n) for kind, n in runs]
         made, late = ready_order(trace, runs)
         self.has_late = bool(late)
         self.buckets = ddp_buckets([*made, *late], cap_bytes)
+        if finds_unused:
+            self.buckets = ddp_buckets(module_order(trace, runs), cap_bytes)[::-1]
         self.sizes = [bucket_of(parameters, hook) for parameters in self.buckets]
-        self.fills: list[Bucket | None] = []
-        for parameters, size in zip(self.buckets, self.sizes, strict=True):
-            self.fills += [*repeat(None, len(parameters) - 1), size]
+        self.fills = filled_by([*made, *late], self.buckets, self.sizes)
         self.grads = trace.gradients()
         self.partial = {
             grad: p.partial_grad for p, grad in self.grads.items() if p.is_dtensor and p.has_partial_grad
@@ -194,9 +204,42 @@ class Reducer:
         """
         key = drops, reduces
         if key not in self.played:
-            waits = [events("finalize_backward", [WaitStream(COMPUTE, ALL_REDUCE)])] * reduces
+            used = Collective(
+                kind="all_reduce", axis="dp", what="parameters in use", payload_bytes=4 * len(self.fills)
+            )
+            ends = [used] * self.finds_unused + [WaitStream(COMPUTE, ALL_REDUCE)]
+            waits = [events("finalize_backward", ends)] * reduces
             self.played[key] = chain("backward", *_Backward(self, drops, reduces=reduces).parts(), *waits)
         return self.played[key]
+
+
+def module_order(trace: Trace, runs: BlockRuns) -> list[Parameter]:
+    """The trained parameters in the module's order, in which DDP divides those that may be unused.
+
+    Source: `torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper`.
+    """
+    blocks = [p for kind, n in runs for p in trace.blocks[kind].parameters * n]
+    return trained([*trace.embed_parameters, *blocks, *trace.head_parameters])
+
+
+def filled_by(
+    order: Sequence[Parameter], buckets: Sequence[Sequence[Parameter]], sizes: Sequence[Bucket]
+) -> list[tuple[Bucket, ...]]:
+    """For each gradient in the order they are ready, the buckets that it completes: in turn, as reduced.
+
+    Equal parameters of several blocks are told apart by how many there were before.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp (`mark_bucket_ready`: `next_bucket_`).
+    """
+    found: list[tuple[Bucket, ...]] = [()] * len(order)
+    places: dict[Parameter, list[int]] = {}
+    for place, parameter in enumerate(order):
+        places.setdefault(parameter, []).append(place)
+    last = 0
+    for parameters, size in zip(buckets, sizes, strict=True):
+        last = max([last, *[places[one].pop(0) for one in reversed(parameters)]])
+        found[last] += (size,)
+    return found
 
 
 _reducer = lru_cache(maxsize=256)(Reducer)
@@ -205,7 +248,15 @@ _reducer = lru_cache(maxsize=256)(Reducer)
 def reducer_of(stage: Stage) -> Reducer:
     """The reducer of a stage under DDP."""
     cap_bytes, hook = stage.options.bucket_cap_bytes, stage.options.ddp_comm_hook
-    return _reducer(stage.trace, stage.runs, stage.weight_dtype, cap_bytes, hook, last=stage.last)
+    return _reducer(
+        stage.trace,
+        stage.runs,
+        stage.weight_dtype,
+        cap_bytes,
+        hook,
+        last=stage.last,
+        finds_unused=stage.finds_unused,
+    )
 
 
 class _Backward:
@@ -221,27 +272,29 @@ class _Backward:
         yield from self._blocks()
         yield from self._end()
 
-    def _filled(self, n: int) -> tuple[Bucket | None, ...]:
-        """For each of the next n gradients, the bucket that it completes, or None."""
+    def _filled(self, n: int) -> tuple[tuple[Bucket, ...], ...]:
+        """For each of the next n gradients, the buckets that it completes."""
         return tuple(islice(self.left, n))
 
-    def _filled_by_each(self, n_gradients: int, n: int) -> Iterator[tuple[tuple[Bucket | None, ...], int]]:
+    def _filled_by_each(
+        self, n_gradients: int, n: int
+    ) -> Iterator[tuple[tuple[tuple[Bucket, ...], ...], int]]:
         """`_filled` by the gradients of each of n equal blocks; equal ones in a row are counted."""
         for filled, same in groupby(self._filled(n_gradients) for _ in range(n)):
             yield filled, len(list(same))
 
-    def _dropped(self, grad: Buffer, bucket: Bucket | None) -> tuple[Event, ...]:
-        """The events when a gradient is ready: the reduction of the bucket that it fills, and frees.
+    def _dropped(self, grad: Buffer, buckets: Sequence[Bucket]) -> tuple[Event, ...]:
+        """The events when a gradient is ready: the reductions of the buckets that it fills, and frees.
 
         A new gradient is held by autograd until the reduction is done, an older one is not.
 
         Source: torch/csrc/autograd/engine.cpp (`call_function`: inputs are kept for post-hooks).
         """
         own = self.reducer
-        reduced = () if bucket is None else reduction(own.hook, bucket, own.dtype)
+        reduced = [event for bucket in buckets for event in reduction(own.hook, bucket, own.dtype)]
         return (*frees(grad) * (self.drops - 1), *reduced, *frees(grad) * min(self.drops, 1))
 
-    def _ready(self, segment: Segment, filled: Sequence[Bucket | None] | None = None) -> tuple[Event, ...]:
+    def _ready(self, segment: Segment, filled: Sequence[Sequence[Bucket]] | None = None) -> tuple[Event, ...]:
         """A backward segment's events; after each ready gradient its frees and its bucket's reduction."""
         fills = iter(self._filled(len(ready(segment))) if filled is None else filled)
         found: list[Event] = []
@@ -250,11 +303,11 @@ class _Backward:
                 event = event._replace(buffer=self.reducer.partial[event.buffer])
             found.append(event)
             if isinstance(event, AccumulateGrad) and not event.parameter.is_dtensor:
-                found += self._dropped(event.buffer, next(fills, None))
+                found += self._dropped(event.buffer, next(fills, ()))
         return tuple(found)
 
     def _late(
-        self, parameters: Sequence[Parameter], filled: Sequence[Bucket | None] | None = None
+        self, parameters: Sequence[Parameter], filled: Sequence[Sequence[Bucket]] | None = None
     ) -> tuple[Event, ...]:
         """The events of the late gradients; partial ones are first summed into new tensors.
 
@@ -267,7 +320,7 @@ class _Backward:
                 grad = self.reducer.grads[p]
                 if p.has_partial_grad:
                     found += [*allocs(grad), partial_sum(grad.n_bytes), *frees(p.partial_grad)]
-                found += self._dropped(grad, next(fills, None))
+                found += self._dropped(grad, next(fills, ()))
         return tuple(found)
 
     def _blocks(self) -> Iterator[Stretch]:
@@ -279,7 +332,7 @@ class _Backward:
                 yield repeated(segment.made_once(key, partial(self._block, segment, filled, outside)), times)
                 outside = False
 
-    def _block(self, segment: Segment, filled: Sequence[Bucket | None], outside: bool) -> Stretch:
+    def _block(self, segment: Segment, filled: Sequence[Sequence[Bucket]], outside: bool) -> Stretch:
         """A block's backward pass; `outside`: its gradient comes from another stage."""
         body = self._ready(segment, filled)
         return events("backward: block", from_outside(body, self.trace.boundary_grad) if outside else body)

@@ -137,6 +137,11 @@ class TorchEngine(Engine):
 
 
 def _said_of_options(plan: Plan) -> Iterator[str]:
+    if torch_options(plan).trainer != "none" and plan.clip_grad_norm is None:
+        yield (
+            "clip_grad_norm is left out: the Trainer then takes the norm of the gradients and clips none. "
+            "Its own default is max_grad_norm=1.0."
+        )
     if compiled_blocks(plan):
         yield (
             "The step time of compiled blocks takes each fused kernel to move three bytes for each one that "

@@ -42,8 +42,12 @@ def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
     `in_order`: one parameter at a time in the module's order; else equal ones of all blocks are counted.
     """
     matrices = list(_orthogonalized(stages, in_order))
-    clips = stages.plan.clip_grad_norm is not None
+    kept = stages.trainer
+    clips = stages.plan.clip_grad_norm is not None or kept is not None
     clipping = [events("gradient clipping", _clipping(stages, in_order))] if clips else []
+    if kept is not None:
+        gone, made = events("norm of the last step", frees(kept.norm)), events("norm", allocs(kept.norm))
+        clipping = [gone, *clipping, made]
     unscaling, scaled = _unscaling(stages)
     match implementation(stages):
         case "for-loop":

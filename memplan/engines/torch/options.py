@@ -19,6 +19,7 @@ LIGER_KERNELS: Final = ("none", "fused_linear_cross_entropy")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "no_sync")
 """The options of FullyShardedDataParallel alone."""
+TRAINERS: Final = ("none", "huggingface")
 TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
@@ -124,6 +125,14 @@ class TorchOptions:
     )
     ddp_comm_hook: str = described(
         "none", Choice("DDP's compression of gradients", choices=DDP_COMM_HOOKS, word="hook")
+    )
+    trainer: str = described(
+        "none",
+        Choice(
+            "Whose loop trains: a plain one, or transformers' Trainer, with what it adds",
+            choices=TRAINERS,
+            word="trainer",
+        ),
     )
     torch_version: str = described(
         "2.13", Choice("Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")

@@ -378,7 +378,8 @@ class CommContext:
 class Units:
     """The division of a stage's parameters into units; the root has all that no other unit has.
 
-    The root does not reshard after the forward pass, since it would be gathered again at once.
+    The root does not reshard after the forward pass, since it would be gathered again at once; nor does the
+    head's unit as Accelerate makes it (`accelerate.utils.fsdp_utils:fsdp2_prepare_model`).
     """
 
     def __init__(self, stage: Stage, place: int) -> None:
@@ -411,7 +412,9 @@ class Units:
         if options.fsdp_units == "block":
             self.root = unit("root", embed, head, reshards=False)
         else:
-            self.embed, self.head = unit("embedding", embed), unit("head", head)
+            keeps_head = stage.has_trainer
+            self.embed = unit("embedding", embed)
+            self.head = unit("head", head, reshards=again and not keeps_head)
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
         for role, run in groupby(blocks, key=lambda block: block[1]):
             in_a_row = [part for part, _ in run]

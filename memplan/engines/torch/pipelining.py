@@ -25,6 +25,7 @@ from memplan.engines.torch.module import (
 )
 from memplan.engines.torch.orders import plan_order
 from memplan.engines.torch.stage import RankStages
+from memplan.engines.torch.trainer import fetched
 from memplan.memory import Alive
 from memplan.orders import Action, ActionKind, Loop, counts
 from memplan.record import Stretch, chain, events, frees, passed, repeated
@@ -37,7 +38,7 @@ def schedule(stages: RankStages, modules: Sequence[Module]) -> list[Stretch]:
     """All passes of a step, given the modules of the rank's stages."""
     plan = stages.plan
     if plan.pp == 1:
-        return _accumulation(modules[0], plan.n_micro_batches)
+        return [*fetched(stages.trainer, plan), *_accumulation(modules[0], plan.n_micro_batches)]
     keeps_received = stages.stages[0].keeps_received
     match plan.schedule:
         case "gpipe":

@@ -14,7 +14,7 @@ from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.releasing import lets_outputs_go
 from memplan.engines.torch.sharding import ddp_buckets, place_among_shards
-from memplan.engines.torch.stage import RankStages, Stage
+from memplan.engines.torch.stage import IN_USE, RankStages, Stage
 from memplan.engines.trace import from_host
 from memplan.memory import Alive
 from memplan.models import TracedModel, ends_are_tied
@@ -50,15 +50,19 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
         return chain("step", *schedule(of, modules), *([] if of.offloads else [update(of, in_order=True)]))
 
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
-    later = [bucket for stage in stages for bucket in reducer_of(stage).buckets] if stages.plan.ddp else []
+    buckets = {stage: _flat(reducer_of(stage).buckets, stages) for stage in stages if stages.plan.ddp}
+    first_buckets |= {stage: own for stage, own in buckets.items() if stage.finds_unused}
+    later = [bucket for stage, own in buckets.items() if not stage.finds_unused for bucket in own]
     return AllocatorProgram(
         setup=tuple(_setup(stages, first_buckets)),
         received=tuple(_received(stages)),
         start=tuple(_lazy_init(stages)),
         first_step=None if fresh is None else step(fresh, first),
         second=(
-            *frees(*[bucket for stage in stages for bucket in first_buckets[stage]]),
-            *allocs(*_flat(later, stages), *stages.hook_workspaces.elements(), *stages.barrier.elements()),
+            *frees(
+                *[bucket for stage in stages if not stage.finds_unused for bucket in first_buckets[stage]]
+            ),
+            *allocs(*later, *stages.hook_workspaces.elements(), *stages.barrier.elements()),
             *allocs(*stages.clipping.elements()),
         ),
         step=step(stages, own),
@@ -103,10 +107,14 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
             for parameters, buffers in stage.modules():
                 yield from allocs(*_weights(stages, parameters), *buffers)
         if plan.ddp:
-            yield from (*_broadcast(stages, stage), *allocs(*first_buckets[stage]))
+            used = allocs(named[IN_USE]) if stage.finds_unused else ()
+            yield from (*_broadcast(stages, stage), *allocs(*first_buckets[stage]), *used)
     if plan.formats.loss_scaled:
         one, product = buffer_of("1", (), FP32), buffer_of("1 times the loss scale", (), FP32)
         yield from (*allocs(one, *stages.loss_scale, product), *frees(one, product))
+    if stages.trainer is not None:
+        yield from allocs(*stages.trainer.buffers)
+        return
     batch = (plan.n_micro_batches * plan.micro_batch, plan.seq_len)
     if isinstance(stages.model, TracedModel):
         yield from allocs(*[named[one.name] for one in stages.model.inputs(*batch)])
@@ -237,6 +245,8 @@ def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
     Source: `torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper`,
     torch/csrc/distributed/c10d/reducer.cpp (`rebuild_buckets`).
     """
+    if stage.finds_unused:
+        return []
     return _flat([trained(stage.parameters())], stages) if stages.plan.ddp else []
 
 
@@ -267,6 +277,8 @@ def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> It
     """
     for received in stages.received:
         yield from received
+    if stages.trainer is not None:
+        yield from stages.trainer.replaced
     for one in modules:
         yield from (one.received_input, one.received_grad)
         if isinstance(one, FSDPModule):

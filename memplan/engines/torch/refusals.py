@@ -16,7 +16,15 @@ from memplan.engines.torch.options import (
 )
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.kernels import SCALED_MM_MULTIPLE
-from memplan.models import Model, TracedModel, ends_are_tied, not_adapted, not_divided, not_divided_so
+from memplan.models import (
+    Decoder,
+    Model,
+    TracedModel,
+    ends_are_tied,
+    not_adapted,
+    not_divided,
+    not_divided_so,
+)
 from memplan.models.lookup import module_values
 from memplan.models.traced import Ends
 from memplan.offload_activations import MOST_STASHED
@@ -740,6 +748,69 @@ def _check_divided(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_trainer(model: Model, plan: Plan) -> None:
+    """Raise for what transformers' Trainer is not told, or does by no rule that is known."""
+    options = torch_options(plan)
+    if options.trainer == "none":
+        return
+    asked = "trainer='huggingface'"
+    if not isinstance(model, Decoder) or not model.takes_padding_mask:
+        raise MissingRule(
+            f"{asked} of {model.name}: what its mask of padding changes is known of transformers' rotary "
+            "decoders, as their families' rules say them (memplan models); use one of these with "
+            "implementation='huggingface', or trainer='none'.",
+            kind="the Trainer with a model whose mask of padding has no rule",
+        )
+    if plan.optimizer != "adamw" or options.optimizer_impl != "fused":
+        raise MissingRule(
+            f"{asked} with optimizer={plan.optimizer!r}, optimizer_impl={options.optimizer_impl!r}: weights "
+            "with and without decay are separate groups, which has rules for its default alone; use "
+            "optimizer='adamw' with optimizer_impl='fused' (adamw_torch_fused).",
+            kind="the Trainer with another optimizer than its default",
+        )
+    flat = plan.fsdp and options.fsdp_version == 1
+    ends = "block" if flat or ends_are_tied(model) else "block+ends"
+    asked_precision = f"precision={plan.precision!r} (gradients are reduced in the type that weights have)"
+    others = (
+        *((getattr(plan, axis) > 1, f"{axis}={getattr(plan, axis)}", f"{axis}=1") for axis in _DIVIDING),
+        (plan.zero == 1, "zero=1", "zero=0, 2 or 3"),
+        (plan.recompute == "selective", "recompute='selective'", "recompute='full'"),
+        (plan.recompute_blocks is not None, f"recompute_blocks={plan.recompute_blocks}", "all blocks"),
+        (plan.offload, "offload=True", "offload=False"),
+        (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
+        (not options.set_to_none, "set_to_none=False", "set_to_none=True"),
+        *((getattr(options, name) != getattr(USUAL, name), name, "its default") for name in _NOT_TOLD),
+        (
+            plan.fsdp and plan.precision not in _FSDP_PRECISIONS,
+            asked_precision,
+            " or ".join(_FSDP_PRECISIONS),
+        ),
+        (flat and plan.zero == 2, "zero=2 (Accelerate takes FULL_SHARD all the same)", "zero=3"),
+        (flat and plan.n_micro_batches > 1 and not options.no_sync, "no_sync=False", "no_sync=True"),
+        (
+            plan.fsdp and not flat and ends == "block",
+            "zero=2 or 3 of tied ends",
+            "zero=0, or a model with a head",
+        ),
+        (plan.fsdp and options.fsdp_units != ends, f"fsdp_units={options.fsdp_units!r}", repr(ends)),
+    )
+    for is_used, what, other in others:
+        if is_used:
+            raise MissingRule(
+                f"{asked} with {what} has no rule yet; use {other}, or trainer='none'.",
+                kind=f"the Trainer with {what.partition('=')[0]}",
+            )
+
+
+_DIVIDING: Final = ("tp", "pp", "cp", "ep", "dp_replicate")
+_FSDP_PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed-reduce-bf16")
+_NOT_TOLD: Final = (
+    *("static_graph", "gradient_as_bucket_view", "ddp_comm_hook", "compile", "float8", "fsdp_blocks"),
+    *("torch_version", "liger_kernel", "activation_offloading"),
+)
+"""What the Trainer divides nothing over; Accelerate's FSDP; options that there is no rule for."""
+
+
 def check_trace(model: Model, plan: Plan) -> None:
     """Raise for a plan that the trace of a divided module says nothing about.
 
@@ -812,6 +883,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_context,
     _check_divided,
     _check_adapters,
+    _check_trainer,
     _check_compiled,
     _check_float8,
     _check_activation_offloading,

@@ -18,6 +18,7 @@ from memplan.engines.torch.sharding import (
     shard_rank,
     zero_redundancy_partition,
 )
+from memplan.engines.torch.trainer import KeptByTrainer, kept_by_trainer
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided
@@ -31,6 +32,10 @@ N_POOL_STREAMS: Final = 32
 
 Source: c10/cuda/CUDAStream.cpp (`kStreamsPerPool`), aten/src/ATen/core/ivalue_inl.h (`Future::then`).
 """
+
+
+IN_USE: Final = "parameters in use (DDP)"
+"""The name of what DDP keeps to tell which parameters a pass has used."""
 
 
 def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
@@ -84,7 +89,7 @@ class Stage(ModelStage):
             device=self.device,
             backend=self.backend,
             weight_dtype=weight_dtype(plan),
-            autocast=formats.compute if plan.autocasts else None,
+            autocast=formats.compute if plan.autocasts or (self.has_trainer and self.is_fsdp1) else None,
             tp=plan.tp,
             cp=plan.cp,
             cp_rank=self.cp_rank,
@@ -102,7 +107,41 @@ class Stage(ModelStage):
             offloads_activations=self.options.activation_offloading == "OffloadActivations",
             torch_release=self.options.release,
             keeps_wide_grads=self.autograd_casts_grads and self.widens_grads,
+            trainer=self.has_trainer,
+            clones_outputs=self.finds_unused,
+            casts_inputs=self.has_trainer and plan.fsdp and plan.mixed,
         )
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The module's buffers, which Accelerate has FSDP1 cast as it casts weights.
+
+        Source: accelerate.utils.dataclasses (`FullyShardedDataParallelPlugin.set_mixed_precision`).
+        """
+        own, dtype = super().buffers, self.plan.formats.gather
+        casts = self.has_trainer and self.is_fsdp1 and self.plan.mixed
+        return tuple([buffer_of(one.name, one.shape, dtype) for one in own]) if casts else own
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether transformers' Trainer trains the module."""
+        return self.options.trainer == "huggingface"
+
+    @cached_property
+    def trainer(self) -> KeptByTrainer | None:
+        """What transformers' Trainer keeps from step to step; None: a plain loop trains."""
+        if not self.has_trainer:
+            return None
+        on_host = self.device.on_cpu
+        return kept_by_trainer(self.model, self.plan, self.trace, self.weight_dtype, on_host=on_host)
+
+    @property
+    def finds_unused(self) -> bool:
+        """Whether DDP has `find_unused_parameters`: the Trainer's where nothing is recomputed.
+
+        Source: transformers.trainer (`Trainer._build_accelerator_args`).
+        """
+        return self.has_trainer and self.plan.ddp and self.plan.recompute == "none"
 
     @property
     def is_fsdp2(self) -> bool:
@@ -187,6 +226,11 @@ class RankStages:
         self.model, self.plan, self.device, self.backend = model, plan, device, one.backend
         self.options, self.weight_dtype = one.options, one.weight_dtype
         self.offloads, self.update_device = one.offloads, one.update_device
+
+    @property
+    def trainer(self) -> KeptByTrainer | None:
+        """What transformers' Trainer keeps from step to step; None: a plain loop trains."""
+        return self.stages[0].trainer
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -438,9 +482,9 @@ class RankStages:
                 alive[moment] += kept
             if kept and self.has_step(parameter):
                 alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
-        if self.options.static_graph:
+        if self.options.static_graph or self.stages[0].finds_unused:
             n_parameters = sum(n for _, n in self.counted_trained_parameters())
-            in_use = buffer_of("parameters in use (DDP, static graph)", (n_parameters,), INT32)
+            in_use = buffer_of(IN_USE, (n_parameters,), INT32)
             alive[in_use] += 2 if self.device.on_cpu else 1
         return alive
 
@@ -495,7 +539,8 @@ class RankStages:
 
         Source: `torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel.clip_grad_norm_`.
         """
-        keeps = self.stages[0].is_fsdp1 and self.plan.clip_grad_norm is not None
+        clips = self.plan.clip_grad_norm is not None or self.trainer is not None
+        keeps = self.stages[0].is_fsdp1 and clips
         return Counter([buffer_of("norm of no gradients", (), FP32)] * keeps)
 
     @property
@@ -505,6 +550,8 @@ class RankStages:
         tokens, *others = self.model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
         alive: Alive = Counter([tokens] if self.first or isinstance(self.model, TracedModel) else ())
         alive.update(others)
+        if self.trainer is not None:
+            alive = Counter(self.trainer.buffers)
         for stage in self:
             alive.update(stage.buffers)
         for stage, (received_input, received_grad) in zip(self.stages, self.received, strict=True):

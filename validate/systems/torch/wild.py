@@ -724,18 +724,27 @@ def wild_named(name: str) -> Wild:
 def values_as_on_a_gpu() -> Iterator[None]:
     """What transformers reads of values while it runs, for a GPU that is not there, which has none.
 
-    It asks whether the positions of a row are those of several packed sequences, which they are not.
+    It asks whether the positions of a row are those of several packed sequences, which they are not, and
+    whether a mask of padding is of ones only, which it is.
     """
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None:
         yield
         return
     find: Callable[..., Any] = masks.find_packed_sequence_indices
+    fast_all: Callable[[Tensor], Tensor] = masks.fast_all
 
     def found(*args: Any, **kwargs: Any) -> None:
         find(*args, **kwargs)
 
-    with patch.object(masks, "find_packed_sequence_indices", found):
+    def all_ones(mask: Tensor) -> bool:
+        fast_all(mask)
+        return True
+
+    with (
+        patch.object(masks, "find_packed_sequence_indices", found),
+        patch.object(masks, "fast_all", all_ones),
+    ):
         yield
 
 

@@ -1,0 +1,77 @@
+"""transformers' Trainer: what its loop holds beside the passes of a plain one.
+
+It fetches the micro-batches of a step at once, each with a mask of padding that is all ones, and counts their
+tokens on all ranks; until the next step's are there it holds them, and the last loss and norm.
+
+Neglects: what is allocated to count tokens.
+Source: transformers.trainer (`Trainer._run_epoch`, `Trainer.get_batch_samples`), 5.23.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+from memplan.engines.trace import Trace
+from memplan.models import Model
+from memplan.plan import Plan
+from memplan.record import Collective, Free, Stretch, allocs, events, frees
+from memplan.shapes import FP32, INT64, Buffer, DType, buffer_of
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptByTrainer:
+    """What the Trainer keeps from step to step.
+
+    Attributes:
+        batch: the tensors of the micro-batches, and how many tokens these have on all ranks.
+        ahead: the next micro-batch, which is on the host: counted if the step runs there.
+        last_loss: the last micro-batch's loss, which lives until that of the next is there.
+        norm: the norm of the gradients.
+        losses: the sum of the losses since the last log.
+    """
+
+    batch: tuple[Buffer, ...]
+    ahead: tuple[Buffer, ...]
+    last_loss: Buffer
+    norm: Buffer
+    losses: Buffer
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """All of them."""
+        return (*self.batch, *self.ahead, self.last_loss, self.norm, self.losses)
+
+    @property
+    def replaced(self) -> tuple[Buffer, ...]:
+        """Those that are freed when the next ones are there."""
+        return (*self.batch, self.last_loss)
+
+
+def kept_by_trainer(
+    model: Model, plan: Plan, trace: Trace, weight_dtype: DType, *, on_host: bool
+) -> KeptByTrainer:
+    """What the Trainer keeps of a model with this trace.
+
+    Source: accelerate.data_loader (`DataLoaderShard.__iter__`: one micro-batch ahead).
+    """
+    mask = buffer_of("mask of padding", (plan.micro_batch, plan.seq_len), INT64)
+    each = mask, *model.inputs(plan.micro_batch, plan.seq_len)
+    freed = [event.buffer for event in trace.end_of_backward.events if isinstance(event, Free)]
+    return KeptByTrainer(
+        batch=(*each * plan.n_micro_batches, buffer_of("tokens of the batch", (), FP32)),
+        ahead=each if on_host else (),
+        last_loss=freed[-1],
+        norm=buffer_of("norm of the gradients", (), weight_dtype),
+        losses=buffer_of("losses so far", (), FP32),
+    )
+
+
+def fetched(kept: KeptByTrainer | None, plan: Plan) -> Iterator[Stretch]:
+    """A step's micro-batches, which take the place of those before."""
+    if kept is not None:
+        n = plan.world_size
+        counted = Collective(
+            kind="all_gather", axis="dp", what="tokens of the batch", payload_bytes=n * INT64.itemsize
+        )
+        yield events("batch", [*allocs(*kept.batch), *[counted] * (n > 1), *frees(*kept.batch)])

@@ -1,0 +1,118 @@
+"""transformers' Trainer: one process, DDP, FSDP2 and FSDP1, with its own options; flat lists of rows."""
+
+from dataclasses import replace
+from typing import Any, Final, cast
+
+from memplan.engines.options import plan_of
+from memplan.errors import InvalidValue
+from memplan.models import Decoder, implemented
+from validate.cases import OF_TRANSFORMERS, UNTIMED_STEPS, Case, runnable, title
+from validate.gpus import Gpus
+from validate.suites.families import QUIRKS, SIZES
+
+TRAINER: Final[dict[str, Any]] = {
+    "trainer": "huggingface", "optimizer_impl": "fused", "clip_grad_norm": 1.0,
+}  # fmt: skip
+"""What the Trainer does by default."""
+
+FSDP2: Final[dict[str, Any]] = {"zero": 3, "fsdp_units": "block+ends", "precision": "bf16-mixed-reduce-bf16"}
+
+SMALL: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    ("llama", {"precision": "fp32"}),
+    ("llama", {"precision": "bf16-mixed", "micro_batch": 3}),
+    ("qwen3", {"precision": "bf16", "micro_batch": 2}),
+    ("llama", {"precision": "fp32", "global_batch": 3, "recompute": "full"}),
+    ("olmo2", {"precision": "bf16-mixed", "micro_batch": 2, "global_batch": 4}),
+    ("gemma", {"precision": "fp32", "clip_grad_norm": None}),
+    ("llama", {"dp": 2, "precision": "fp32"}),
+    ("llama", {"dp": 2, "precision": "fp32", "micro_batch": 2, "global_batch": 8}),
+    ("qwen3", {"dp": 2, "precision": "bf16-mixed", "recompute": "full"}),
+    ("olmo2", {"dp": 4, "precision": "fp32", "bucket_cap_bytes": 1024**2}),
+    ("gpt_neox", {"dp": 2, "precision": "bf16-mixed", "micro_batch": 2}),
+    ("gpt_neox", {"precision": "fp32", "micro_batch": 2}),
+)
+"""Families in small, for CPU ranks."""
+
+FSDP1: Final[dict[str, Any]] = {
+    "zero": 3, "fsdp_version": 1, "use_orig_params": True, "backward_prefetch": "none",
+    "precision": "bf16-mixed-reduce-bf16",
+}  # fmt: skip
+"""FSDP1 as the Trainer tells it by default."""
+
+LLAMA: Final = "llama-3-8b"
+QWEN: Final = "qwen3-8b"
+
+LARGE: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
+    (LLAMA, 2, {"precision": "bf16-mixed"}, None),
+    (LLAMA, 2, {"precision": "bf16-mixed", "recompute": "full", "micro_batch": 2}, None),
+    (LLAMA, 2, {"precision": "bf16-mixed", "global_batch": 4}, None),
+    (LLAMA, 8, {"precision": "bf16"}, None),
+    (LLAMA, 8, {"precision": "bf16", "recompute": "full", "micro_batch": 2}, None),
+    (LLAMA, 4, {"precision": "bf16-autocast", "micro_batch": 2}, None),
+    (LLAMA, 2, {"precision": "fp32", "seq_len": 2048}, None),
+    (LLAMA, 2, {"precision": "fp16-mixed"}, None),
+    (QWEN, 4, {"precision": "bf16"}, None),
+    (QWEN, 2, {"precision": "bf16-mixed", "recompute": "full", "global_batch": 2}, None),
+    (QWEN, 4, {"precision": "bf16-autocast", "recompute": "full", "clip_grad_norm": None}, None),
+    ("mistral-7b", 6, {"precision": "bf16", "seq_len": 2048}, None),
+    (LLAMA, 2, {"dp": 8, "precision": "bf16-mixed"}, 0),
+    (LLAMA, 2, {"dp": 8, "precision": "bf16-mixed", "recompute": "full"}, 7),
+    (LLAMA, 2, {"dp": 64, "precision": "bf16-mixed", "global_batch": 192}, 63),
+    (LLAMA, 4, {"dp": 8, "precision": "bf16", "micro_batch": 2}, 0),
+    (LLAMA, 4, {"dp": 8, "precision": "bf16", "bucket_cap_bytes": 100 * 1024**2}, 3),
+    (LLAMA, 4, {"dp": 8, "precision": "bf16", "recompute": "full", "bucket_cap_bytes": 100 * 1024**2}, 3),
+    (LLAMA, 4, {"dp": 8, "precision": "bf16-autocast", "global_batch": 16}, 1),
+    (QWEN, 2, {"dp": 8, "precision": "fp32", "seq_len": 1024}, 2),
+    (QWEN, 4, {"dp": 256, "precision": "bf16", "recompute": "full", "clip_grad_norm": None}, 255),
+    (LLAMA, 8, {"dp": 8, **FSDP2}, 1),
+    (LLAMA, 32, {"dp": 8, **FSDP2, "recompute": "full"}, 7),
+    (LLAMA, 32, {"dp": 64, **FSDP2, "recompute": "full", "micro_batch": 2}, 63),
+    (LLAMA, 8, {"dp": 8, **FSDP2, "zero": 2}, 3),
+    (LLAMA, 8, {"dp": 8, **FSDP2, "zero": 2, "recompute": "full", "global_batch": 24}, 1),
+    (LLAMA, 8, {"dp": 8, **FSDP2, "precision": "bf16"}, 5),
+    (LLAMA, 8, {"dp": 16, **FSDP2, "precision": "bf16", "recompute": "full", "global_batch": 32}, 15),
+    (LLAMA, 4, {"dp": 8, **FSDP2, "precision": "fp32", "seq_len": 2048}, 1),
+    (QWEN, 8, {"dp": 8, **FSDP2}, 2),
+    (QWEN, 36, {"dp": 32, **FSDP2, "recompute": "full"}, 31),
+    (QWEN, 8, {"dp": 7, **FSDP2, "clip_grad_norm": None}, 6),
+    (LLAMA, 8, {"dp": 8, **FSDP1}, 1),
+    (LLAMA, 32, {"dp": 8, **FSDP1, "recompute": "full"}, 7),
+    (LLAMA, 8, {"dp": 8, **FSDP1, "recompute": "full", "global_batch": 24, "no_sync": True}, 5),
+    (LLAMA, 8, {"dp": 64, **FSDP1, "precision": "bf16", "backward_prefetch": "pre"}, 63),
+    (QWEN, 8, {"dp": 8, **FSDP1, "use_orig_params": False, "recompute": "full"}, 2),
+    (QWEN, 4, {"dp": 8, **FSDP1, "precision": "fp32", "seq_len": 2048, "clip_grad_norm": None}, 3),
+    ("llama-3-70b", 4, {"dp": 256, **FSDP2, "recompute": "full"}, 255),
+)
+"""A preset, its layers, a plan's options, and the rank that runs alone."""
+
+
+def trainers() -> tuple[Case, ...]:
+    """The Trainer on CPU ranks: families in small, heads and tables of tokens apart."""
+    return tuple(_in_small(*row) for row in SMALL)
+
+
+def _in_small(family: str, options: dict[str, Any]) -> Case:
+    cls: type[Decoder] = OF_TRANSFORMERS[f"huggingface-{family}"]
+    sizes = {**SIZES, **QUIRKS[family], "tied_head": False, "name": f"transformers-{family}"}
+    model, plan = cls(**sizes), plan_of(**TRAINER | {"seq_len": 64} | options)
+    return Case(name=f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}", model=model, plan=plan)
+
+
+def gpu_trainers(gpus: Gpus | None) -> tuple[Case, ...]:
+    """The Trainer on one GPU, or on one rank of a world with stand-ins for the others.
+
+    Raises:
+        InvalidValue: without a GPU.
+    """
+    if gpus is None:
+        raise InvalidValue("gpu-trainers has models of true size; use --device nogpu, or the suite trainers.")
+    return tuple(_large(*row, gpus) for row in LARGE)
+
+
+def _large(preset: str, n_layers: int, options: dict[str, Any], rank: int | None, gpus: Gpus) -> Case:
+    model = implemented(replace(runnable(preset), n_layers=n_layers), "huggingface")
+    plan = plan_of(**TRAINER | {"seq_len": 4096} | options)
+    name = f"{title(cast(Decoder, model), plan)}, {n_layers} layers, {plan.n_micro_batches} x {plan.seq_len}"
+    case = Case(name=name, model=cast(Decoder, model), plan=plan, steps=UNTIMED_STEPS, timeout_s=600.0)
+    played = replace(case, device=gpus.device, gpu=gpus.known_as, backend="nccl")
+    return played if rank is None else replace(played, name=f"{name}, rank {rank}", rank=rank)
