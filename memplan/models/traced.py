@@ -429,7 +429,7 @@ class TracedModel(Model):
         return self is other or (isinstance(other, TracedModel) and other.digest == self.digest)
 
     def __hash__(self) -> int:
-        return hash(self.digest)
+        return hash((self.name, self.device, self.made_with))
 
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
         return tuple([one.buffer(1, seq_len) for one in self.module_buffers])
