@@ -52,7 +52,7 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
     buckets = {stage: _flat(reducer_of(stage).buckets, stages) for stage in stages if stages.plan.ddp}
     first_buckets |= {stage: own for stage, own in buckets.items() if stage.finds_unused}
-    later = [bucket for stage, own in buckets.items() if not stage.finds_unused for bucket in own]
+    later = [bucket for stage in stages if not stage.finds_unused for bucket in buckets.get(stage, ())]
     return AllocatorProgram(
         setup=tuple(_setup(stages, first_buckets)),
         received=tuple(_received(stages)),
