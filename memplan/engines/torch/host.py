@@ -23,7 +23,7 @@ from memplan.shapes import UINT8, Buffer, buffer_of
 
 def host_of(stages: RankStages) -> HostRecord | None:
     """The host's record for the rank; None without offload."""
-    saved = Counter(dict(_saved(stages)))
+    saved = Counter(dict(_saved(stages) if stages.options.activation_offloading != "none" else ()))
     if not stages.offloads:
         return HostRecord(pinned=saved, pageable=Counter(), step=chain("host")) if saved else None
     states = stages.states
