@@ -57,6 +57,12 @@ def on_gpu(**plan):
 
 # What the suites ask.
 
+OF_TRUE_SIZE = (
+    *("gpu-optimizers", "gpu-compiled", "gpu-float8"),
+    *("gpu-offloading", "gpu-losses", "gpu-trainers"),
+)
+"""The suites without cases for CPU ranks."""
+
 
 @pytest.mark.parametrize("name", GPU_SUITES)
 @pytest.mark.parametrize("found", [None, H100, replace(H100, n=8)], ids=["cpu", "one", "eight"])
@@ -65,10 +71,7 @@ def test_every_case_can_run_and_has_its_own_name(name, found):
         with pytest.raises(InvalidValue, match="use gpu-shared"):
             suite(name, found)
         return
-    if (
-        name in ("gpu-optimizers", "gpu-compiled", "gpu-float8", "gpu-offloading", "gpu-losses")
-        and found is None
-    ):
+    if found is None and name in OF_TRUE_SIZE:
         with pytest.raises(InvalidValue, match="use --device nogpu"):
             suite(name, found)
         return

@@ -6,6 +6,7 @@ from typing import Any, Final, cast
 from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue
 from memplan.models import Decoder, implemented
+from memplan.tape import Backend
 from validate.cases import OF_TRANSFORMERS, UNTIMED_STEPS, Case, runnable, title
 from validate.gpus import Gpus
 from validate.suites.families import QUIRKS, SIZES
@@ -115,4 +116,7 @@ def _large(preset: str, n_layers: int, options: dict[str, Any], rank: int | None
     name = f"{title(cast(Decoder, model), plan)}, {n_layers} layers, {plan.n_micro_batches} x {plan.seq_len}"
     case = Case(name=name, model=cast(Decoder, model), plan=plan, steps=UNTIMED_STEPS, timeout_s=600.0)
     played = replace(case, device=gpus.device, gpu=gpus.known_as, backend="nccl")
-    return played if rank is None else replace(played, name=f"{name}, rank {rank}", rank=rank)
+    if rank is None:
+        return played
+    backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
+    return replace(played, name=f"{name}, rank {rank}", rank=rank, backend=backend)
