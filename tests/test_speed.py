@@ -1,6 +1,5 @@
 """How long one estimate takes, short enough to ask for thousands of plans, and one trace."""
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -9,31 +8,12 @@ import torch
 import memplan
 from memplan.engines import base
 from memplan.models.base import Decoder
+from tests.standard import STANDARD_S, cpu_s, standard_work
 from validate.systems.torch.modules import Transformer, token_loss
 
 LIMIT_S = 0.002
 TRACE_LIMIT_S = 5.0
-STANDARD_S = 0.00072
-"""CPU seconds of `standard_work` on the machine that the limit is meant for."""
-
 MOST_ROUNDS, REPEATS = 300, 5
-
-
-def standard_work() -> list[int]:
-    """Plain Python of the kind that an estimate is made of: how fast this machine is just now."""
-    kept: dict[tuple[int, int, str], int] = {}
-    for i in range(4000):
-        key = i, 3 * i, "name"
-        kept[key] = kept.get(key, 0) + len(key)
-    return sorted(kept.values())
-
-
-def cpu_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """CPU seconds of one call, of a few in a row."""
-    start = time.thread_time()
-    for _ in range(repeats):
-        work()
-    return (time.thread_time() - start) / repeats
 
 
 def least_s(
@@ -46,7 +26,7 @@ def least_s(
     """
     best = standard = float("inf")
     for _ in range(rounds):
-        best, standard = min(best, cpu_s(work, repeats)), min(standard, cpu_s(standard_work))
+        best, standard = min(best, cpu_s(work, repeats)), min(standard, cpu_s(standard_work, REPEATS))
         taken_s = best / max(1.0, standard / STANDARD_S)
         if taken_s < enough_s:
             break
