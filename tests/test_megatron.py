@@ -132,7 +132,7 @@ def test_nvidias_bytes_of_rows_with_experts(scores):
 
 
 def test_nvidias_bytes_of_rows_with_muon(scores):
-    """Their peaks are as far off as those of the same model's rows with Adam, whose routers vary them."""
+    """Muon's peak errors are as large as the same model's with Adam, where router loads vary the peak."""
     rows = [one for one in scores if not one.reason and one.row["arguments"].get("optimizer") == "muon"]
     assert len(rows) == 8
     assert max(abs(one.rest_off) / one.rest_bytes for one in rows) <= 0.0056

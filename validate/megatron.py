@@ -57,8 +57,8 @@ WRITTEN: Final[Mapping[str, str]] = {
 }
 """Rows of grouped experts with figures from before their files' day, when the tests were renamed.
 
-The days are those of the commits that first wrote the peaks (`git log -S`, back from adc69dba2d). Rows of
-sequential experts (3657, 3676, 3677, 3729) are as old, but have no rule of that release.
+Each day is the date of the commit that first wrote the row's peak (`git log -S`, back from adc69dba2d). Four
+rows of sequential experts (3657, 3676, 3677, 3729) are as old, but that release has no rule for them.
 """
 
 LTS_BUMPED: Final = "2025-11-06"
@@ -184,8 +184,8 @@ def _compiles_loss(arguments: Mapping[str, Any]) -> bool:
 def _gpu(row: Mapping[str, Any]) -> str:
     """The row's GPU; tests that name none ran on A100 where their recipe has no other platform.
 
-    Source: tests/test_utils/recipes of adc69dba2d and 23a1dcaf74 (`platforms: dgx_a100`, for all tests of a
-    file that name none). Those of adc69dba2d are of te_2experts, of the LTS container those of 23a1dcaf74.
+    Source: tests/test_utils/recipes (`platforms: dgx_a100`, for all tests of a file that name none): of
+    adc69dba2d for te_2experts, of 23a1dcaf74 for the LTS container.
     """
     names = "_lts.json@23a1dcaf74", "_lts.json@adc69dba2d", "_dev.json@adc69dba2d"
     return str(row["gpu"]) or ("A100-SXM 80GB" if row["source"].endswith(names) else "")

@@ -1,6 +1,7 @@
-"""Files of launchers as plans: `memplan estimate --torchtitan FILE`, or --megatron with its arguments.
+"""Configuration files and arguments of launchers as plans: `memplan estimate --torchtitan FILE`.
 
---transformers takes those of the Trainer, in a file or in quotes.
+--megatron takes Megatron's arguments in quotes; --transformers takes a file of TrainingArguments, or its
+flags in quotes.
 """
 
 from collections.abc import Callable

@@ -65,8 +65,9 @@ class DeepSpeedZeroOptimizer(Optimizer):
         self.zeros = buffer_of("padding of averaged_gradients", (self.padding,), dtype, "grads")
         self.offloads = options.offload_optimizer != "none"
         self.norms = [buffer_of("norm of a gradient", (), FP64) for _ in self.own]
+        cloned = [slot for slot in slots if self.offloads and self._is_large(slot)]
         clone = "clone of a large gradient"
-        self.clones = {slot: buffer_of(clone, (slot.n_elements,), dtype, "grads") for slot in slots}
+        self.clones = {slot: buffer_of(clone, (slot.n_elements,), dtype, "grads") for slot in cloned}
         if self.offloads:
             largest = max([slot.n_elements for slot in slots])
             self.staging = buffer_of("temp_grad_buffer_for_gpu_offload", (largest,), dtype)
@@ -113,14 +114,14 @@ class DeepSpeedZeroOptimizer(Optimizer):
         if sum([one.n_elements for one in self.bucket]) + slot.n_elements > self.bucket_size:
             yield from self.reduce_ipg_grads()
         self.bucket.append(slot)
-        if self._is_large(slot):
-            yield from allocs(*[self._large(slot)] * self.offloads)
-        if self.offloads or not self._is_large(slot):
+        if slot in self.clones:
+            yield from allocs(self.clones[slot])
+        if slot in self.clones or not self._is_large(slot):
             yield from frees(self.grad(slot))
 
     def _large(self, slot: Slot) -> Buffer:
         """A gradient that is larger than a bucket: a clone if the optimizer is on the host."""
-        return self.clones[slot] if self.offloads else self.grad(slot)
+        return self.clones.get(slot) or self.grad(slot)
 
     def _is_large(self, slot: Slot) -> bool:
         """Whether a gradient is larger than a bucket (`extra_large_param_to_reduce`): it is not copied."""

@@ -50,19 +50,16 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
         return chain("step", *schedule(of, modules), *([] if of.offloads else [update(of, in_order=True)]))
 
     first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
-    buckets = {stage: _flat(reducer_of(stage).buckets, stages) for stage in stages if stages.plan.ddp}
-    first_buckets |= {stage: own for stage, own in buckets.items() if stage.finds_unused}
-    later = [bucket for stage in stages if not stage.finds_unused for bucket in buckets.get(stage, ())]
+    rebuilt = [stage for stage in stages if stages.plan.ddp and not stage.finds_unused]
+    later = [bucket for stage in rebuilt for bucket in reducer_of(stage).buckets]
     return AllocatorProgram(
         setup=tuple(_setup(stages, first_buckets)),
         received=tuple(_received(stages)),
         start=tuple(_lazy_init(stages)),
         first_step=None if fresh is None else step(fresh, first),
         second=(
-            *frees(
-                *[bucket for stage in stages if not stage.finds_unused for bucket in first_buckets[stage]]
-            ),
-            *allocs(*later, *stages.hook_workspaces.elements(), *stages.barrier.elements()),
+            *frees(*[bucket for stage in rebuilt for bucket in first_buckets[stage]]),
+            *allocs(*_flat(later, stages), *stages.hook_workspaces.elements(), *stages.barrier.elements()),
             *allocs(*stages.clipping.elements()),
         ),
         step=step(stages, own),
@@ -245,8 +242,8 @@ def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
     Source: `torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper`,
     torch/csrc/distributed/c10d/reducer.cpp (`rebuild_buckets`).
     """
-    if stage.finds_unused:
-        return []
+    if stage.finds_unused:  # never rebuilt
+        return _flat(reducer_of(stage).buckets, stages)
     return _flat([trained(stage.parameters())], stages) if stages.plan.ddp else []
 
 

@@ -1,6 +1,6 @@
 """Plans that PyTorch refuses, fails on or computes wrongly: each rule raises with PyTorch's own reason."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import gcd
 from typing import Final
 
@@ -429,7 +429,7 @@ def _check_adapters(model: Model, plan: Plan) -> None:
 
 
 NOT_COMPILED: Final = ("pp", "tp", "cp", "ep")
-"""Axes that have no rule beside compiled blocks, or float8."""
+"""Axes that have no rule beside options that change the modules."""
 
 
 def _check_compiled(model: Model, plan: Plan) -> None:
@@ -453,21 +453,33 @@ def _check_beside_modules(
 
     `own`: the option's further rows: whether it is asked for, what, and what to use; `of_ddp`: what of DDP.
     """
-    options = torch_options(plan)
-    degrees = {axis: plan.mesh.size(axis) for axis in NOT_COMPILED}
-    not_modelled = (
-        *[(n > 1, f"{axis}={n}", f"{axis}=1") for axis, n in degrees.items()],
-        (options.fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+    _check_beside_option(
+        plan,
+        option,
+        kind,
+        *_divided_over(plan, NOT_COMPILED),
+        (torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
         (plan.ddp, f"zero={plan.zero}, dp={plan.dp}{of_ddp}", "zero=2 or 3"),
         (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
         *own,
     )
-    for what, other in [(what, other) for asked, what, other in not_modelled if asked]:
+
+
+def _check_beside_option(plan: Plan, option: str, kind: str, *rows: tuple[bool, str, str]) -> None:
+    """Raise for what has no rule beside an option; a row: whether it is asked for, what, and what to use."""
+    for what, other in [(what, other) for asked, what, other in rows if asked]:
         raise MissingRule(
-            f"{option}={getattr(options, option)!r} with {what} has no rule yet; use {other}, or "
+            f"{option}={getattr(torch_options(plan), option)!r} with {what} has no rule yet; use {other}, or "
             f"{option}='none'.",
             kind=f"{kind} with {what.partition('=')[0]}",
         )
+
+
+def _divided_over(plan: Plan, axes: Sequence[str]) -> Iterator[tuple[bool, str, str]]:
+    """A row for each axis: whether the plan has several ranks along it, what, and what to use."""
+    for axis in axes:
+        n = plan.mesh.size(axis)
+        yield n > 1, f"{axis}={n}", f"{axis}=1"
 
 
 def _check_float8(model: Model, plan: Plan) -> None:
@@ -505,21 +517,18 @@ def _check_activation_offloading(model: Model, plan: Plan) -> None:
     option, float8 = torch_options(plan).activation_offloading, torch_options(plan).float8
     if option == "none":
         return
-    not_modelled = (
+    _check_beside_option(
+        plan,
+        "activation_offloading",
+        "activation_offloading",
         (plan.recompute == "none", "recompute='none', which would copy weights too,", "recompute='full'"),
-        *[(plan.mesh.size(axis) > 1, f"{axis}={plan.mesh.size(axis)}", f"{axis}=1") for axis in NOT_COMPILED],
+        *_divided_over(plan, NOT_COMPILED),
         (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
         (compiled_blocks(plan) is not None, "compile='block'", "compile='none'"),
         (float8 != "none", f"float8={float8!r}", "float8='none'"),
         (isinstance(model, TracedModel), "a traced model", "a model of a family"),
         *(_not_by_trl(model, plan) if option == "OffloadActivations" else ()),
     )
-    for what, other in [(what, other) for asked, what, other in not_modelled if asked]:
-        raise MissingRule(
-            f"activation_offloading={option!r} with {what} has no rule yet; use {other}, or "
-            "activation_offloading='none'.",
-            kind=f"activation_offloading with {what.partition('=')[0]}",
-        )
 
 
 LIGER: Final = ("llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -771,8 +780,11 @@ def _check_trainer(model: Model, plan: Plan) -> None:
     flat = plan.fsdp and options.fsdp_version == 1
     ends = "block" if flat or ends_are_tied(model) else "block+ends"
     asked_precision = f"precision={plan.precision!r} (gradients are reduced in the type that weights have)"
-    others = (
-        *((getattr(plan, axis) > 1, f"{axis}={getattr(plan, axis)}", f"{axis}=1") for axis in _DIVIDING),
+    _check_beside_option(
+        plan,
+        "trainer",
+        "the Trainer",
+        *_divided_over(plan, (*NOT_COMPILED, "dp_replicate")),
         (plan.zero == 1, "zero=1", "zero=0, 2 or 3"),
         (plan.recompute == "selective", "recompute='selective'", "recompute='full'"),
         (plan.recompute_blocks is not None, f"recompute_blocks={plan.recompute_blocks}", "all blocks"),
@@ -794,21 +806,16 @@ def _check_trainer(model: Model, plan: Plan) -> None:
         ),
         (plan.fsdp and options.fsdp_units != ends, f"fsdp_units={options.fsdp_units!r}", repr(ends)),
     )
-    for is_used, what, other in others:
-        if is_used:
-            raise MissingRule(
-                f"{asked} with {what} has no rule yet; use {other}, or trainer='none'.",
-                kind=f"the Trainer with {what.partition('=')[0]}",
-            )
 
 
-_DIVIDING: Final = ("tp", "pp", "cp", "ep", "dp_replicate")
 _FSDP_PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed-reduce-bf16")
+"""The precisions that the Trainer has under FSDP, by Accelerate."""
+
 _NOT_TOLD: Final = (
     *("static_graph", "gradient_as_bucket_view", "ddp_comm_hook", "compile", "float8", "fsdp_blocks"),
     *("torch_version", "liger_kernel", "activation_offloading"),
 )
-"""What the Trainer divides nothing over; Accelerate's FSDP; options that there is no rule for."""
+"""The options that have no rule beside the Trainer."""
 
 
 def check_trace(model: Model, plan: Plan) -> None:

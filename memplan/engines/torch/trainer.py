@@ -44,7 +44,7 @@ class KeptByTrainer:
 
     @property
     def replaced(self) -> tuple[Buffer, ...]:
-        """Those that are freed when the next ones are there."""
+        """The buffers that are freed once the next step has allocated its own."""
         return (*self.batch, self.last_loss)
 
 

@@ -32,7 +32,7 @@ STEPS: Final = 1000
 
 
 class Samples(Dataset[dict[str, list[int]]]):
-    """One sequence without padding, as often as the Trainer asks: ids, mask and labels."""
+    """A dataset of n equal samples: the ids, mask and labels of one sequence without padding."""
 
     def __init__(self, ids: list[int], n: int) -> None:
         self._sample = {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
