@@ -22,9 +22,8 @@ from memplan.engines.deepspeed.zero_optimizer import (
     norms_of,
     stepped,
 )
-from memplan.kernels import norm_scratch
 from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
-from memplan.shapes import BOOL, FP32, FP64, UINT8, Buffer, buffer_of
+from memplan.shapes import BOOL, FP32, FP64, Buffer, buffer_of
 
 GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP64)
 TRACKER: Final = buffer_of("inf_or_nan_tracker", (1,), BOOL)
@@ -185,20 +184,9 @@ class Stage3Optimizer(Optimizer):
             yield from frees(*before) if self.accumulates else ()
             yield host_copy("gradients to the host", back.n_bytes, stream)
             if self.at_boundary:
-                yield from self._sent_in_float32(slot, stream)
+                yield from self.sent_in_float32(slot.part(self.n_ranks), self.norms[slot], stream)
             before = [back]
         yield from frees(*before)
-
-    def _sent_in_float32(self, slot: Slot, stream: str) -> Iterator[Event]:
-        """The norm of a partition, which stays until the update, and its copy in the optimizer's type."""
-        n_elements, norm = slot.part(self.n_ranks), self.norms[slot]
-        doubles, floats = (buffer_of("gradient as it is sent", (n_elements,), one) for one in (FP64, FP32))
-        n_bytes = norm_scratch(self.stage.device, n_elements)
-        scratch = [buffer_of("scratch of a norm", (b,), UINT8) for b in n_bytes]
-        self.flattened += [doubles, floats, norm, *scratch]
-        yield from (*allocs(doubles, *scratch, norm), *frees(*scratch, doubles))
-        yield from (*allocs(floats), host_copy("gradients to the host", floats.n_bytes, stream))
-        yield from frees(floats)
 
     @property
     def host(self) -> HostRecord | None:

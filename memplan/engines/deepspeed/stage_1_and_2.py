@@ -20,7 +20,6 @@ from memplan.engines.deepspeed.zero_optimizer import (
     norms_of,
     stepped,
 )
-from memplan.kernels import norm_scratch
 from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
 from memplan.shapes import FP32, FP64, UINT8, Buffer, buffer_of
 
@@ -153,13 +152,8 @@ class DeepSpeedZeroOptimizer(Optimizer):
         if not self.at_boundary:
             yield host_copy("gradients to the host", slot.n_elements * self.stage.dtype.itemsize, self.stream)
             return
-        n, norm = self.own[slot], self.norms[list(self.own).index(slot)]
-        doubles, floats = (buffer_of("gradient as it is sent", (n,), dtype) for dtype in (FP64, FP32))
-        scratch = [buffer_of("scratch of a norm", (b,), UINT8) for b in norm_scratch(self.stage.device, n)]
-        self.flattened += [doubles, floats, norm, *scratch]
-        yield from (*allocs(doubles, norm, *scratch), *frees(*scratch, doubles))
-        sent = host_copy("gradients to the host", floats.n_bytes, self.stream)
-        yield from (*allocs(floats), sent, *frees(floats))
+        norm = self.norms[list(self.own).index(slot)]
+        yield from self.sent_in_float32(self.own[slot], norm, self.stream)
 
     @property
     def host(self) -> HostRecord | None:

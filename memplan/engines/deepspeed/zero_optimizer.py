@@ -74,6 +74,16 @@ class Optimizer(ABC):
         """A parameter's gradient, as autograd has made it."""
         return self.grad_of[slot.parameter]
 
+    def sent_in_float32(self, n_elements: int, norm: Buffer, stream: str) -> Iterator[Event]:
+        """The norm of a gradient's part, in float64, and the part's copy in float32 that the host gets."""
+        doubles, floats = (buffer_of("gradient as it is sent", (n_elements,), one) for one in (FP64, FP32))
+        n_bytes = norm_scratch(self.stage.device, n_elements)
+        scratch = [buffer_of("scratch of a norm", (b,), UINT8) for b in n_bytes]
+        self.flattened += [doubles, floats, norm, *scratch]
+        yield from (*allocs(doubles, norm, *scratch), *frees(*scratch, doubles))
+        sent = host_copy("gradients to the host", floats.n_bytes, stream)
+        yield from (*allocs(floats), sent, *frees(floats))
+
     def reduced(self, sizes: Iterable[int], most: int, stream: str = COMPUTE) -> Iterator[Event]:
         """The all-reduces of gradients that are flattened first; a single tensor is not copied.
 
