@@ -45,11 +45,12 @@ from memplan.models import model_from_config
 from memplan.models.traced import model_from_trace
 from memplan.plan import Plan
 from memplan.shapes import KINDS
-from validate import published, report
+from validate import report
 from validate.__main__ import main as validate_commands
 from validate.calibrate import read_timings
 from validate.cases import Case, trace_file
 from validate.explain import explained, snapshot_comparison
+from validate.published import memory
 from validate.records import Record, read_records
 from validate.report import page, tables
 from validate.shipped import data_folder
@@ -555,7 +556,7 @@ def read_names(records: list[Record]) -> None:
 
 @cache
 def _published() -> list[list[str]]:
-    with published.ROWS.open(encoding="utf-8", newline="") as file:
+    with memory.ROWS.open(encoding="utf-8", newline="") as file:
         return list(csv.reader(file))
 
 
@@ -573,8 +574,8 @@ def make_published(rng: random.Random) -> bytes:
 
 def read_published(data: bytes) -> None:
     """Read and compared."""
-    rows = published.read_rows(file_of(data, ".csv"))
-    _check_text(published.table([published.compared(row) for row in rows]))
+    rows = memory.read_rows(file_of(data, ".csv"))
+    _check_text(memory.table([memory.compared(row) for row in rows]))
 
 
 TIMING: Final = {

@@ -29,8 +29,8 @@ from memplan.record import Collective, Compute, ComputeKind, Event, Stretch
 from memplan.replay import replayed
 from memplan.shapes import BF16, Parameter
 from tests.readme import ROOT
-from validate import megatron, megatron_times
-from validate.published import rank_correlation
+from validate.published import megatron_ci, megatron_times
+from validate.published.order import rank_correlation
 
 SMALL = GPTModel(
     name="small",
@@ -84,8 +84,8 @@ EP: dict[str, Any] = {"dp": 4, "ep": 4, "micro_batch": 2, "global_batch": 16, "z
 
 
 @pytest.fixture(scope="module")
-def scores() -> list[megatron.Scored]:
-    return [megatron.scored(row) for row in megatron.read_rows()]
+def scores() -> list[megatron_ci.Scored]:
+    return [megatron_ci.scored(row) for row in megatron_ci.read_rows()]
 
 
 def rank_of(
@@ -180,12 +180,12 @@ def test_every_row_is_predicted_or_says_what_it_lacks(scores):
     assert len(scores) == 581
     assert all(one.reason or one.peak_bytes for one in scores)
     assert {type(one.to_dict()["row_id"]) for one in scores} == {str}
-    assert "rows predicted" in megatron.table(scores)
+    assert "rows predicted" in megatron_ci.table(scores)
 
 
 def test_the_readmes_have_the_scores(scores):
     text = (ROOT / "validate" / "README.md").read_text(encoding="utf-8")
-    assert megatron.summary(scores) in text
+    assert megatron_ci.summary(scores) in text
     errors = sorted(abs(one.peak_error) for one in scores if not one.reason)
     ninth = quantiles(errors, n=10)[-1]
     shown = f"{len(errors)} of its tests | peaks: median {median(errors):.2%} off, 90 % within {ninth:.1%}"

@@ -16,7 +16,7 @@ from memplan.models import resolve
 from memplan.text_tables import WIDTH
 from memplan.time.step import Measured
 from validate.__main__ import main
-from validate.published import (
+from validate.published.memory import (
     DIFFERENCES,
     INEXPRESSIBLE,
     MODELS,

@@ -39,7 +39,7 @@ from memplan.engines.options import plan_fields, plan_of, with_said
 from memplan.files import shown_path
 from memplan.text_tables import printable
 from memplan.units import human_bytes
-from validate import fake, megatron, megatron_times, nogpu, published, report
+from validate import fake, nogpu, report
 from validate.attribution import comparison
 from validate.calibrate import calibrated
 from validate.cases import LEAST_STEPS, Case, placed
@@ -51,6 +51,7 @@ from validate.launch import dump_events, run_case
 from validate.machine import Budget, machine_budget, read_bytes
 from validate.outputs import begins_with, check_folder, check_new_folder, output_files
 from validate.progress import progress
+from validate.published import megatron_ci, megatron_times, memory
 from validate.records import Record, RecordFile, RecordLines, merged, open_records, read_records
 from validate.requests import n_equal, record_requests
 from validate.shipped import found_files
@@ -594,21 +595,21 @@ def compare_published(file: Path | None, as_json: bool, engine: str) -> None:
     with --engine megatron, the rows of megatron_ci.jsonl there, and the seconds of megatron_times.csv.
     """
     if engine == "megatron":
-        found = [megatron.scored(row) for row in megatron.read_rows(file or megatron.ROWS)]
+        found = [megatron_ci.scored(row) for row in megatron_ci.read_rows(file or megatron_ci.ROWS)]
         if as_json:
             click.echo("\n".join(json.dumps(one.to_dict()) for one in found))
             return
-        click.echo(megatron.table(found))
+        click.echo(megatron_ci.table(found))
         if file is None:
             timed = map(megatron_times.timed, megatron_times.kept_back())
             click.echo(f"\n{megatron_times.table(timed)}")
         return
-    rows = [published.compared(row) for row in published.read_rows(file or published.ROWS)]
+    rows = [memory.compared(row) for row in memory.read_rows(file or memory.ROWS)]
     if as_json:
         for row in rows:
             click.echo(json.dumps(row.to_dict()))
     else:
-        click.echo(published.table(rows))
+        click.echo(memory.table(rows))
     if not all(row.confirmed for row in rows):
         sys.exit(1)
 

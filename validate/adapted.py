@@ -20,7 +20,7 @@ from memplan.tracing import cache
 from memplan.tracing.cache import Request
 from validate.cases import TRACES, Case, packed_trace
 from validate.predict import estimated_rank
-from validate.published import INEXPRESSIBLE, ROWS, by_litgpt, comparable_estimate, compiles, read_rows
+from validate.published.memory import INEXPRESSIBLE, ROWS, by_litgpt, comparable_estimate, compiles, read_rows
 from validate.records import read_records
 from validate.shipped import data_folder
 from validate.traces import write_packed

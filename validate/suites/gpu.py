@@ -18,7 +18,7 @@ from memplan.tape import Backend
 from validate.cases import GPU_STEPS, UNTIMED_STEPS, Case, runnable, title
 from validate.gpus import Gpus
 from validate.predict import estimated_rank
-from validate.published import ROWS, by_torchtitan, comparable_estimate, compared, read_rows
+from validate.published.memory import ROWS, by_torchtitan, comparable_estimate, compared, read_rows
 from validate.suites.adapters import gpu_adapters
 from validate.suites.compiled import gpu_compiled
 from validate.suites.divided import gpu_divided

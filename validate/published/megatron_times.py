@@ -10,7 +10,7 @@ from memplan.estimate import estimate
 from memplan.files import file_text
 from memplan.launchers.megatron import Arguments
 from memplan.text_tables import text_table
-from validate.published import order_text
+from validate.published.order import order_text
 from validate.shipped import data_folder
 
 ROWS: Final = data_folder() / "published" / "megatron_times.csv"

@@ -14,8 +14,6 @@ from statistics import median
 from typing import Any, Final
 from unittest.mock import patch
 
-import numpy as np
-
 from memplan import Cluster, Model, cluster, preset
 from memplan.checks import LARGEST_BYTES as LARGEST_GPU_BYTES
 from memplan.checks import checked_count
@@ -26,6 +24,7 @@ from memplan.hardware import Verdict
 from memplan.text_tables import printable, text_table
 from memplan.time.step import Measured
 from memplan.units import GiB
+from validate.published.order import order_text
 from validate.records import read_records
 from validate.shipped import data_folder
 
@@ -437,20 +436,6 @@ def _times(rows: Iterable[Compared]) -> str:
 
 def _order(rows: Sequence[Compared]) -> str:
     return order_text([(c.predicted_s, c.published_s) for c in rows])
-
-
-def order_text(pairs: Sequence[tuple[float | None, float | None]]) -> str:
-    """The rank correlation as a cell of a table; empty for fewer than three rows."""
-    found = rank_correlation(pairs)
-    return "" if found is None else f"{found:.2f}"
-
-
-def rank_correlation(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
-    """The rank correlation of predicted and published seconds; None for fewer than three rows."""
-    if len(pairs) < 3:
-        return None
-    ranks = np.argsort(np.argsort(np.array(pairs, np.float64), axis=0), axis=0)
-    return float(np.corrcoef(ranks[:, 0], ranks[:, 1])[0, 1])
 
 
 def _reasons(rows: Iterable[Compared]) -> str:
