@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from memplan.checks import divisors
 from memplan.command import command_text, estimate_command, plan_values
 from memplan.comparison import plan_text
+from memplan.engines.options import plan_dict, with_said
 from memplan.errors import InvalidValue, MemplanError, PlanRefused, shown_value
 from memplan.estimate import Estimate, estimate_plan
 from memplan.plan import RECOMPUTES, Plan
@@ -102,8 +103,9 @@ class Advice:
 def advise(asked: Estimate, progress: Progress | None = None) -> Advice:
     """The changes that save memory in a plan that was estimated for a cluster, in order of cost.
 
-    The changes are those that people are told when memory is short: a smaller micro-batch, recomputation,
-    the next ZeRO stages, sequence parallelism, more tensor or pipeline ranks (fewer replicas), offload.
+    The changes are those that people are told when memory is short: a smaller micro-batch, gradients reduced
+    in each, recomputation, the next ZeRO stages, sequence parallelism, more tensor or pipeline ranks (fewer
+    replicas), offload.
     Each alone first; then the fastest that is found among all their combinations and fits. `progress` is
     called now and then with the number of combinations seen.
 
@@ -147,6 +149,10 @@ def _cost(asked: Estimate, change: Change) -> tuple[float, int]:
 
 
 def _single_changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    if _keeps_whole_gradients(plan):
+        yield "no_sync=False", {"no_sync": False}
+    if plan.world_size == 1 and plan_dict(plan).get("optimizer_in_backward") is False:
+        yield "optimizer_in_backward", {"optimizer_in_backward": True}
     if plan.micro_batch > 1:
         smaller = divisors(plan.micro_batch)[-2]
         yield f"micro_batch={smaller}", {"micro_batch": smaller}
@@ -164,9 +170,14 @@ def _single_changes(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "offload" if plan.fsdp else "zero=3, offload", {"zero": max(plan.zero, 3), "offload": True}
 
 
+def _keeps_whole_gradients(plan: Plan) -> bool:
+    """Whether FSDP accumulates whole gradients of several micro-batches."""
+    return bool(plan_dict(plan).get("no_sync")) and plan.n_micro_batches > 1
+
+
 def _tried(asked: Estimate, text: str, fields: dict[str, Any]) -> Change:
     try:
-        estimated = estimate_plan(asked.model, replace(asked.plan, **fields), asked.cluster)
+        estimated = estimate_plan(asked.model, with_said(asked.plan, **fields), asked.cluster)
     except MemplanError as refusal:
         return Change(text=text, why_not=str(refusal))
     return Change(text=text, estimated=estimated)
@@ -188,6 +199,7 @@ def _best(asked: Estimate, progress: Progress | None) -> Estimate | None:
         "recompute": RECOMPUTES[RECOMPUTES.index(plan.recompute) :],
         "schedule": plan.schedule,
         "offload": [True] if plan.offload else None,
+        "no_sync": [False, True] if _keeps_whole_gradients(plan) else None,
         "tp_across_nodes": where.gpus_per_node % plan.tp != 0,
     }
     chosen = others | {name: value for name, value in varied.items() if value is not None}

@@ -781,9 +781,11 @@ def estimate(
             backward_prefetch: FSDP1 gathers the next unit of a backward pass before the current unit's
                 gradients are computed ("pre"), after that ("post"), or when the unit is reached ("none").
             forward_prefetch: FSDP1 gathers the next unit of a forward pass ahead.
-            no_sync: FSDP1 accumulates whole gradients up to the last micro-batch.
+            no_sync: FSDP accumulates whole gradients up to the last micro-batch.
             cp_rotate_method: how `context_parallel` hands keys and values around: "allgather" or "alltoall".
             optimizer_impl: "for-loop", "foreach", "fused", or "default": torch's choice.
+            optimizer_in_backward: each weight has an optimizer of its own, which steps once its gradient is
+                there, within the backward pass, and frees it.
             set_to_none: gradients are freed after the step rather than zeroed.
             gradient_as_bucket_view: DDP's gradients are views of its buckets.
             static_graph: DDP may rely on the same graph in each step.

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from memplan.device import CPU, CPU_OF_SHAPES, H100
-from memplan.estimate import rank_estimate
+from memplan.engines.options import with_said
+from memplan.errors import MemplanError
+from memplan.estimate import estimate, rank_estimate
 from memplan.models import Llama
 from memplan.plan import Plan
 from memplan.record import unrolled
@@ -76,3 +78,30 @@ def test_partial_gradients_are_summed_over_tensor_ranks_in_the_type_they_have_th
     found = rank_estimate(MODEL, plan, replace(plan.place(0), pp=pp_rank), CPU).collectives
     (partial,) = [c for c in found if c.what == "partial gradients"]
     assert partial.payload_bytes == partial.calls * MODEL.d_model * itemsize
+
+
+def test_no_sync_holds_whole_gradients_up_to_the_last_micro_batch():
+    """Each in the type in which it is reduced: what the ranks' gradients are beside their parts."""
+    plan = Plan(dp=2, zero=3, precision="bf16-mixed", global_batch=6, micro_batch=1, seq_len=8)
+    sent = {}
+    for no_sync in (False, True):
+        found = rank_estimate(MODEL, with_said(plan, no_sync=no_sync), plan.place(0), H100).record
+        counts = found.step.counts.items()
+        sent[no_sync] = sum(n for one, n in counts if getattr(one, "kind", "") == "reduce_scatter")
+        made = [event.buffer for _, event in unrolled(found.step) if event.sign > 0]
+        sums = {buffer.name: buffer.n_bytes for buffer in made if buffer.name.endswith(SUM)}
+        assert bool(sums) == no_sync
+    assert sent[False] == 3 * sent[True] > 0
+
+
+@pytest.mark.parametrize(
+    "plan, said",
+    [
+        ({"zero": 0}, "no_sync=True is an option of FSDP"),
+        ({"pp": 2}, "no_sync=True with pp=2: a schedule sums whole gradients anyway"),
+        ({"torch_version": "2.15"}, "no_sync=True with torch_version='2.15' has no rule yet"),
+    ],
+)
+def test_no_sync_is_refused_where_it_says_nothing(plan, said):
+    with pytest.raises(MemplanError, match=said):
+        estimate(MODEL, **{"dp": 2, "zero": 3, "no_sync": True, "seq_len": 8, **plan})

@@ -121,7 +121,7 @@ def test_a_file_of_a_launcher_is_a_plan_and_flags_beside_it_win(tmp_path):
     file = tmp_path / "accelerate.yaml"
     planned = estimate(
         "llama-3-8b", implementation="huggingface", cluster="8xh100-sxm", zero=3, fsdp_units="block+ends",
-        precision="bf16-mixed-reduce-bf16",
+        precision="bf16-mixed-reduce-bf16", no_sync=True,
     )  # fmt: skip
     file.write_text(planned.export("accelerate"))
     asked = ("estimate", "llama-3-8b", "--accelerate", file, "--cluster", "8xh100-sxm", "--json")

@@ -42,6 +42,7 @@ PLANS: dict[int, dict[str, tuple[Model, dict[str, Any]]]] = {
         "ddp": (LLAMA, {**TWO, "dp": 2, "global_batch": 8, "clip_grad_norm": 1.0, "bucket_cap_bytes": 2**20}),
         "zero-1": (LLAMA, {**TWO, "dp": 2, "zero": 1, "precision": "fp32", "gradient_as_bucket_view": True}),
         "zero-2": (LLAMA, {**FSDP, "zero": 2, "global_batch": 8, "clip_grad_norm": 1.0}),
+        "zero-3 of whole gradients": (LLAMA, {**FSDP, "global_batch": 6, "no_sync": True}),
         "zero-3": (LLAMA, {**FSDP, "recompute": "full", "optimizer": "sgd-momentum"}),
         "zero-3 with ends": (
             LLAMA,

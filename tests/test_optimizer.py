@@ -196,3 +196,38 @@ def test_fused_sgd_leaves_bfloat16_weights_as_they_are_on_cpu():
     )
     assert stuck_first == moved_first
     assert stuck_first - stuck_last < (moved_first - moved_last) / 2
+
+
+ALONE: dict[str, Any] = {"cluster": "1xh100-sxm", "precision": "bf16", "seq_len": 512, "recompute": "full"}
+
+
+def test_an_optimizer_in_the_backward_pass_holds_no_gradients_to_its_end():
+    usual = memplan.estimate("llama-3.2-1b", **ALONE)
+    found = memplan.estimate("llama-3.2-1b", optimizer_in_backward=True, **ALONE)
+    held, before = found.worst.states, usual.worst.states
+    assert held.grads_bytes == 0 < before.grads_bytes
+    assert held.optimizer_bytes == before.optimizer_bytes
+    assert found.reserved_bytes is not None
+    assert usual.reserved_bytes is not None
+    assert usual.reserved_bytes - found.reserved_bytes > before.grads_bytes / 2
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"global_batch": 4}, "with 4 micro-batches: .*; use global_batch=1"),
+        ({"clip_grad_norm": 1.0}, "with clip_grad_norm=1.0: .*; use no clipping"),
+        ({"precision": "fp16-mixed"}, "with precision='fp16-mixed': .*; use precision='bf16-mixed'"),
+        ({"set_to_none": False}, "with set_to_none=False: .*; use set_to_none=True"),
+        ({"optimizer": "adamw-8bit"}, "with optimizer='adamw-8bit' has no rule yet; use adamw, or"),
+        ({"cluster": "2xh100-sxm"}, "with dp=2 has no rule yet; use one GPU, or optimizer_in_backward=False"),
+    ],
+)
+def test_an_optimizer_in_the_backward_pass_is_refused_with_a_way_out(options, said):
+    with pytest.raises(MemplanError, match=f"optimizer_in_backward=True {said}"):
+        memplan.estimate("llama-3.2-1b", optimizer_in_backward=True, **{**ALONE, **options})
+
+
+def test_an_optimizer_in_the_backward_pass_is_advised_on_one_gpu():
+    advice = memplan.advise(memplan.estimate("llama-3.2-3b", **{**ALONE, "cluster": "1xrtx-4090"}))
+    assert "optimizer_in_backward" in [change.text for change in advice.changes]

@@ -36,8 +36,7 @@ NOT_PREDICTED = {
     "adapters beside FSDP1": 12,
     "adapters other than LoRA, or not stated in full": 25,
     "optimizer state in 8 or 4 bits, or paged": 7,
-    "update within the backward pass": 2,
-    "activations on the host": 0,
+    "activations on the host": 1,
     "a sequence divided over ranks (context parallelism)": 6,
     "another architecture, or one that is not stated": 18,
     "sequences whose lengths vary or are not stated": 3,
@@ -120,7 +119,7 @@ def test_errors_are_small_and_large_ones_have_a_name(everything):
 @pytest.mark.slow
 def test_no_verdict_is_contradicted(everything):
     verdicts = [(row["ran"], row["verdict"]) for row in everything if row["verdict"]]
-    assert len(verdicts) == 66
+    assert len(verdicts) == 67
     assert not {(True, "does not fit"), (False, "fits")} & set(verdicts)
 
 

@@ -276,6 +276,7 @@ def test_what_is_found_is_what_estimating_every_plan_finds(
             {"gradient_as_bucket_view": True},
             {"ddp_comm_hook": "powersgd"},
             {"fsdp_units": "model"},
+            {"no_sync": True},
             {"fsdp_blocks": 2},
         )
     ),

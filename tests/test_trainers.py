@@ -92,7 +92,6 @@ def test_what_is_written_is_read_back(tmp_path, plan):
             "has no effect on FSDP1: Accelerate 1.15 takes FULL_SHARD all the same",
         ),
         ("--fsdp true --fsdp_config '{\"reshards\": 1}'", UnknownName, "key of fsdp_config 'reshards'"),
-        ("--fsdp true --gradient_accumulation_steps 2", InvalidValue, "sync_each_batch"),
         ("--bf16 'x", InvalidValue, "close every quote"),
     ],
 )
@@ -127,6 +126,16 @@ def test_models_whose_padding_has_no_rule_are_refused():
     for name in ("gpt2", "mixtral-8x7b"):
         with pytest.raises(MissingRule, match="mask of padding"):
             memplan.estimate(name, trainer="huggingface", optimizer_impl="fused")
+
+
+def test_fsdp2_accumulates_whole_gradients_unless_each_batch_syncs():
+    line = "--bf16 --fsdp true --gradient_accumulation_steps 4"
+    each = ' --accelerator_config \'{"gradient_accumulation_kwargs": {"sync_each_batch": true}}\''
+    whole, reduced = [
+        memplan.estimate(MODEL, dp=8, global_batch=256, **read(text, "transformers", MODEL).keywords)
+        for text in (line, line + each)
+    ]
+    assert whole.allocated_bytes > reduced.allocated_bytes
 
 
 def test_fsdp1_is_read_with_accelerates_defaults():

@@ -233,7 +233,7 @@ def _of_script(plan: Plan) -> Iterator[str]:
     if plan.precision == "bf16":
         yield "the model loaded with dtype=torch.bfloat16"
     if n > 1:
-        each = ", sync_each_batch=True" if plan.fsdp else ""
+        each = ", sync_each_batch=True" if plan.fsdp and not options["no_sync"] else ""
         yield f"Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps={n}{each}))"
     if plan.clip_grad_norm is not None:
         yield f"accelerator.clip_grad_norm_(model.parameters(), {plan.clip_grad_norm:g})"
@@ -291,7 +291,7 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _read_fsdp(fsdp: dict[str, Any], model: Model) -> tuple[dict[str, Any], list[str]]:
-    """The keywords of `fsdp_config`, and notes."""
+    """The keywords of `fsdp_config`, and notes; gradients are accumulated under `Accelerator.no_sync`."""
     version = fsdp.pop("version", 1)
     if str(version) not in ("1", "2"):
         raise InvalidValue(f"fsdp_version={shown_value(version)} is not allowed; use 1 or 2.")
@@ -311,7 +311,8 @@ def _read_fsdp(fsdp: dict[str, Any], model: Model) -> tuple[dict[str, Any], list
         raise InvalidValue(
             "fsdp_ignored_modules leaves modules out of FSDP2, which is not planned; remove it."
         )
-    keywords: dict[str, Any] = {"offload": _flag("fsdp_offload_params", fsdp.pop("offload_params", False))}
+    offload = _flag("fsdp_offload_params", fsdp.pop("offload_params", False))
+    keywords: dict[str, Any] = {"offload": offload, "no_sync": True}
     if str(version) == "1":
         keywords |= _read_fsdp1(fsdp)
     else:
@@ -369,7 +370,7 @@ def _read_replicas(keywords: Mapping[str, Any], values: Mapping[str, Any], strat
 
 
 def _read_fsdp1(fsdp: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of FSDP1's settings; gradients are accumulated under `no_sync`."""
+    """The keywords of FSDP1's settings."""
     strategy = _strategy(fsdp)
     if strategy not in STRATEGIES:
         raise InvalidValue(
@@ -385,7 +386,6 @@ def _read_fsdp1(fsdp: dict[str, Any]) -> dict[str, Any]:
     return {
         "fsdp_version": 1,
         "zero": STRATEGIES[strategy],
-        "no_sync": True,
         "backward_prefetch": PREFETCHES[prefetch],
         "use_orig_params": _flag("fsdp_use_orig_params", fsdp.pop("use_orig_params", True)),
         "forward_prefetch": _flag("fsdp_forward_prefetch", fsdp.pop("forward_prefetch", False)),

@@ -17,13 +17,14 @@ from memplan.text_tables import printable
 from memplan.units import human_bytes
 from memplan.version import version
 
-OF_FSDP1: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "no_sync")
+OF_FSDP1: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch")
 """Options that mean nothing beside FSDP2."""
 
 CHANGES_MODULES: Final = {
     "compile": "what memplan exports runs blocks as they are",
     "float8": "linears are converted by the code that trains them",
     "liger_kernel": "Liger patches the model in the code that trains it",
+    "optimizer_in_backward": "hooks of the weights are registered in the code that trains",
     "activation_offloading": "blocks run in save_on_cpu in the code that trains them",
 }
 """Options that change the modules, which no launcher is told, and why."""

@@ -586,9 +586,12 @@ def _accumulated(job: Job, source: Source) -> Iterator[str]:
     """The lines of forward and backward passes of micro-batches, one after the other."""
     plan = job.estimate.plan
     n = plan.n_micro_batches
-    contexts = []
+    contexts, before = [], []
     if plan.ddp and n > 1:
         contexts += [f"model.no_sync() if i < {n - 1} else nullcontext()"]
+    elif plan.fsdp and n > 1 and plan_dict(plan)["no_sync"]:
+        before += [f"model.set_requires_gradient_sync(i == {n - 1})"]
+    is_counted = bool(contexts or before)
     if source.divides_logits:
         contexts += ["loss_parallel()"]
     share = f" / {n}" if n > 1 else ""
@@ -599,12 +602,12 @@ def _accumulated(job: Job, source: Source) -> Iterator[str]:
     body = [*loss, backward]
     if contexts:
         body = [f"with {', '.join(contexts)}:", *indented(body)]
-    index = "i, (x, y)" if plan.ddp and n > 1 else "x, y"
+    index = "i, (x, y)" if is_counted else "x, y"
     pairs = f"zip(inputs.split({plan.micro_batch}), labels.split({plan.micro_batch}), strict=True)"
     yield "inputs, labels = batch(device)"
     yield "total = 0.0"
-    yield f"for {index} in {f'enumerate({pairs})' if plan.ddp and n > 1 else pairs}:"
-    yield from indented([*body, "total += float(loss.detach())", "del loss"])
+    yield f"for {index} in {f'enumerate({pairs})' if is_counted else pairs}:"
+    yield from indented([*before, *body, "total += float(loss.detach())", "del loss"])
 
 
 def _stages(job: Job, source: Source) -> Iterator[str]:

@@ -153,17 +153,12 @@ def _fsdp(said: Mapping[str, Any], model: Model) -> dict[str, Any]:
     checkpoints = {"activation_checkpointing": bool(config.get("activation_checkpointing"))}
     accumulation = (said["accelerator_config"] or {}).get("gradient_accumulation_kwargs") or {}
     no_sync = said["gradient_accumulation_steps"] > 1 and not accumulation.get("sync_each_batch")
+    checkpoints["no_sync"] = no_sync
     if config.get("version", 2) == 1:
-        return checkpoints | _fsdp1(config) | {"no_sync": no_sync}
+        return checkpoints | _fsdp1(config)
     if config.get("version", 2) != 2:
         raise InvalidValue(
             f"fsdp_config.version={shown_value(config['version'])} is not allowed; use 1 or 2."
-        )
-    if no_sync:
-        raise InvalidValue(
-            f"gradient_accumulation_steps={said['gradient_accumulation_steps']} under FSDP2 keeps whole "
-            "gradients, which has no rule yet; use accelerator_config="
-            '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}.'
         )
     return {
         "zero": 3 if config.get("reshard_after_forward", True) else 2,

@@ -57,6 +57,7 @@ class PlanOptions(TypedDict, total=False):
     no_sync: bool | Iterable[bool]
     cp_rotate_method: str | Iterable[str]
     optimizer_impl: str | Iterable[str]
+    optimizer_in_backward: bool | Iterable[bool]
     set_to_none: bool | Iterable[bool]
     gradient_as_bucket_view: bool | Iterable[bool]
     static_graph: bool | Iterable[bool]

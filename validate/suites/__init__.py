@@ -24,6 +24,7 @@ from validate.suites.fullsize import fullsize
 from validate.suites.gpu import GPU_SUITES
 from validate.suites.matrix import matrix
 from validate.suites.models import SMALL, models
+from validate.suites.no_sync import no_sync
 from validate.suites.offloading import offloading
 from validate.suites.optimizers import optimizers
 from validate.suites.quick import quick
@@ -46,6 +47,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "context": context,
     "adapters": adapters,
     "optimizers": optimizers,
+    "no-sync": no_sync,
     "offloading": offloading,
     "architectures": architectures,
     "trainers": trainers,

@@ -26,6 +26,7 @@ from validate.suites.families import gpu_families
 from validate.suites.float8 import gpu_float8
 from validate.suites.losses import gpu_losses
 from validate.suites.models import in_small
+from validate.suites.no_sync import gpu_no_sync
 from validate.suites.offloading import gpu_offloading
 from validate.suites.optimizers import gpu_optimizers
 from validate.suites.trainers import gpu_trainers
@@ -482,6 +483,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-adapters": gpu_adapters,
     "gpu-compiled": gpu_compiled,
     "gpu-float8": gpu_float8,
+    "gpu-no-sync": gpu_no_sync,
     "gpu-offloading": gpu_offloading,
     "gpu-losses": gpu_losses,
     "gpu-optimizers": gpu_optimizers,

@@ -32,6 +32,25 @@ OF_MUON: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
 )
 """Muon of memplan's own modules, on one rank, under DDP and ZeRO-1, and in pipelines."""
 
+IN_BACKWARD: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
+    (LLAMA, {"precision": "fp32"}),
+    (GPT, {"precision": "bf16", "optimizer_impl": "foreach"}),
+    (LLAMA_ODD, {"micro_batch": 2, "recompute": "full", "optimizer_impl": "fused"}),
+    (GPT_TIED, {"optimizer": "sgd-momentum", "recompute": "selective"}),
+    (LLAMA, {"precision": "bf16", "optimizer": "sgd", "loss_chunks": 3}),
+)
+"""Optimizers that step within the backward pass, on one rank."""
+
+LARGE_IN_BACKWARD: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
+    ("llama-3.2-3b", "huggingface", {"precision": "bf16", "recompute": "full", "micro_batch": 2}),
+    ("llama-3.2-3b", "torchtitan", {"precision": "bf16", "recompute": "full", "optimizer_impl": "fused"}),
+    ("qwen3-4b", "huggingface", {"precision": "bf16-mixed", "optimizer": "sgd-momentum"}),
+    ("llama-3-8b", "huggingface", {"precision": "bf16", "recompute": "full"}),
+    ("llama-3.2-1b", "huggingface", {"precision": "bf16-mixed", "seq_len": 1024}),
+    ("gpt2-xl", "reference", {"precision": "fp32", "seq_len": 1024, "recompute": "selective"}),
+)
+"""The same at true size."""
+
 PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16"},
     {"precision": "bf16-mixed", "recompute": "full", "micro_batch": 2, "clip_grad_norm": 1.0},
@@ -54,9 +73,13 @@ OF_ADAPTERS: Final[tuple[dict[str, Any], ...]] = (
 
 def optimizers() -> tuple[Case, ...]:
     """Small models on CPU ranks."""
+    muon = [(model, {"optimizer": "muon", **options}) for model, options in OF_MUON]
     found = []
-    for model, options in OF_MUON:
-        plan = plan_of(**{"seq_len": 64, "optimizer": "muon", **options})
+    for model, options in (
+        *muon,
+        *[(one, {"optimizer_in_backward": True, **own}) for one, own in IN_BACKWARD],
+    ):
+        plan = plan_of(**{"seq_len": 64, **options})
         name = f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}"
         found.append(Case(name=name, model=model, plan=plan))
     return tuple(found)
@@ -76,6 +99,9 @@ def gpu_optimizers(gpus: Gpus | None) -> tuple[Case, ...]:
     whole = [*product(WHOLE, OF_BITSANDBYTES, PLANS), *product(WHOLE, ("muon",), (*PLANS, OF_ZERO_1))]
     for (name, code), optimizer, options in whole:
         found.append(_case(name, code, {"seq_len": 2048, "optimizer": optimizer, **options}, gpus))
+    for name, code, options in LARGE_IN_BACKWARD:
+        asked = {"seq_len": 2048, "optimizer_in_backward": True, **options}
+        found.append(_case(name, code, asked, gpus))
     for options in OF_ADAPTERS:
         asked = {"seq_len": 2048, "lora_rank": 16, "recompute": "full", **options}
         found.append(_case("llama-3-8b", "huggingface", asked, gpus))

@@ -73,6 +73,8 @@ LARGE: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (LLAMA, 8, {"dp": 8, **FSDP2, "precision": "bf16"}, 5),
     (LLAMA, 8, {"dp": 16, **FSDP2, "precision": "bf16", "recompute": "full", "global_batch": 32}, 15),
     (LLAMA, 4, {"dp": 8, **FSDP2, "precision": "fp32", "seq_len": 2048}, 1),
+    (LLAMA, 8, {"dp": 8, **FSDP2, "recompute": "full", "global_batch": 24, "no_sync": True}, 4),
+    (QWEN, 8, {"dp": 8, **FSDP2, "precision": "bf16", "global_batch": 16, "no_sync": True}, 6),
     (QWEN, 8, {"dp": 8, **FSDP2}, 2),
     (QWEN, 36, {"dp": 32, **FSDP2, "recompute": "full"}, 31),
     (QWEN, 8, {"dp": 7, **FSDP2, "clip_grad_norm": None}, 6),

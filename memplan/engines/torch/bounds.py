@@ -24,6 +24,7 @@ def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stag
     share = np.where(plan.zero == 1, 1 / dp, 1)
     reduces = several and options.ddp_comm_hook == "none"
     keeps_grads = not options.set_to_none or (several and options.gradient_as_bucket_view)
+    holds_no_grads = keeps_grads or options.optimizer_in_backward
     return DataParallelism(
         waits={"dp": (plan.zero == 1) * weights * part} if several else {},
         reductions={"dp": 2 * weights * part} if reduces else {},
@@ -32,7 +33,7 @@ def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stag
         updated_bytes=share * weights,
         unsharded_bytes=0.0,
         states_bytes=((2 if several else 1) + share * plan.kept.least_share) * weights,
-        grads_bytes=0.0 if keeps_grads else elements * plan.formats.accumulate.itemsize,
+        grads_bytes=0.0 if holds_no_grads else elements * plan.formats.accumulate.itemsize,
     )
 
 
@@ -45,7 +46,8 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
     n_reductions = 1 if options.no_sync else once
     again = np.where((pp == 1) | single_stage, m, 0)
     reshards = (plan.zero == 3) & (options.fsdp_units != "model")
-    n_gathers = np.where((plan.zero == 2) & options.no_sync, 1, once)
+    keeps_weights = options.no_sync and options.fsdp_version == 1
+    n_gathers = np.where((plan.zero == 2) & keeps_weights, 1, once)
     gathered = n_gathers * elements + reshards * again * block_elements
     reduced = n_reductions * elements * formats.reduce.itemsize
     part = part * (plan.ep == 1)  # experts are sharded between fewer ranks, and send less

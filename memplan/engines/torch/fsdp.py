@@ -59,7 +59,8 @@ class FsdpState(NamedTuple):
     Attributes whose meaning their name does not tell:
         unshard_issued: all weights are being gathered ahead of the next pass.
         has_grads: there are unsharded gradients in the type in which autograd made them.
-        has_sums: there are unsharded gradients in the type in which a schedule's micro-batches are summed.
+        has_sums: there are unsharded gradients in the type in which micro-batches are summed.
+        syncs: backward passes reduce.
         has_sharded_grads: there are reduced gradients, of an earlier pass or zeroed.
         recomputed_last: the blocks were last run to be recomputed (`FSDPModule.defers`).
         gathered: the group of experts that was last gathered to be recomputed, whose flat buffer is held.
@@ -71,6 +72,7 @@ class FsdpState(NamedTuple):
     unshard_issued: bool = False
     has_grads: bool = False
     has_sums: bool = False
+    syncs: bool = True
     recomputed_last: bool = False
     deferring: tuple[bool, ...] = ()
     gathered: ParamGroup | None = None
@@ -80,8 +82,9 @@ class FsdpState(NamedTuple):
 class FSDPModule(StageModule[FsdpState]):
     """A module under FSDP2.
 
-    Without a pipeline, every backward pass frees each group's weights and reduces its gradients. Under a
-    schedule it sums gradients unsharded and leaves weights gathered; `reduce_grads` ends both.
+    Without a pipeline, every backward pass frees each group's weights and reduces its gradients; under
+    `no_sync` those before the last one sum them unsharded. Under a schedule each pass does so, and leaves
+    weights gathered; `reduce_grads` ends both.
 
     Plays `torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule`.
     """
@@ -89,15 +92,17 @@ class FSDPModule(StageModule[FsdpState]):
     def __init__(self, stage: Stage, place: int) -> None:
         self.units = Units(stage, place)
         zeroed, last = not stage.options.set_to_none, gathered_last(stage, self.units)
-        super().__init__(stage, FsdpState(has_sharded_grads=zeroed, gathered=last))
-        self.is_backward = False
         self.pipelined = stage.plan.pp > 1
+        self.sums = self.pipelined or stage.options.no_sync
+        initial = FsdpState(has_sharded_grads=zeroed, syncs=not self.sums, gathered=last)
+        super().__init__(stage, initial)
+        self.is_backward = False
         self.grads = stage.trace.gradients()
         summed = stage.plan.formats.reduce
         self.wide = {
             parameter: grad
             if grad.dtype == summed
-            else buffer_of(f"{grad.name} ({summed.name} sum)", grad.shape, summed)
+            else buffer_of(f"{grad.name} ({summed.name} sum)", grad.shape, summed, grad.kind)
             for parameter, grad in self.grads.items()
         }
         if stage.autograd_casts_grads and not self.pipelined:
@@ -105,8 +110,8 @@ class FSDPModule(StageModule[FsdpState]):
 
     @property
     def sums_in_reduce_dtype(self) -> bool:
-        """Whether a schedule's micro-batches are summed in another type than autograd makes them in."""
-        return self.pipelined and self.stage.reduces_in_other_dtype
+        """Whether gradients are summed unsharded in another type than autograd makes them in."""
+        return self.sums and self.stage.reduces_in_other_dtype
 
     @property
     def defers(self) -> bool:
@@ -138,6 +143,10 @@ class FSDPModule(StageModule[FsdpState]):
         """What was gathered last in a step's backward pass and is held until the next forward pass."""
         held = self.initial.gathered
         return Counter() if held is None else Counter([held.flat])
+
+    def require_gradient_sync(self) -> None:
+        """What `FSDPModule.set_requires_gradient_sync` tells the last micro-batch of a loop."""
+        self.state = self.state._replace(syncs=not self.pipelined)
 
     def _begin_pass(self) -> None:
         self.comms = CommContext(has_sharded_grads=self.state.has_sharded_grads)
@@ -244,14 +253,24 @@ class FSDPModule(StageModule[FsdpState]):
         return next((self.units.experts[names] for names in named), following)
 
     def post_backward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
-        """Frees a group's weights and reduces its gradients; under a schedule gradients are only summed.
+        """Frees a group's weights and reduces its gradients; a pass that does not sync only sums them.
+
+        Weights that a schedule gathered stay. A first sum is made once the weights are freed.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward`.
         """
-        if group is not None and not self.pipelined:
-            yield from group.post_backward(self.grads, self.comms)
-        elif group is not None and self.sums_in_reduce_dtype and not self.stage.autograd_casts_grads:
-            yield from self._accumulated(group)
+        if group is None:
+            return
+        casts = self.sums_in_reduce_dtype and not self.stage.autograd_casts_grads
+        added = (
+            list(self._accumulated(group)) if casts and (self.state.has_sums or not self.state.syncs) else []
+        )
+        if self.state.syncs:
+            yield from added
+            yield from group.post_backward(self.wide if added else self.grads, self.comms)
+        else:
+            freed = [] if self.pipelined else list(group.reshard())
+            yield from (*added, *freed) if self.state.has_sums else (*freed, *added)
 
     def _accumulated(self, group: ParamGroup) -> Iterator[CountedEvents]:
         return group.accumulate_unsharded_grads(self.grads, self.wide, has_sums=self.state.has_sums)
@@ -341,19 +360,20 @@ class FSDPModule(StageModule[FsdpState]):
         turns += self.post_backward(units.embed) if goes_on else self._not_visited()
         turns += self.finalize_backward()
         parts.append(in_order(f"backward: {'module' if whole else 'embedding'}", turns))
-        self._passed_backward(made_grads=self.pipelined)
+        self._passed_backward(made_grads=True)
         return chain("backward", *parts, *self.returned())
 
     def _passed_backward(self, *, made_grads: bool) -> None:
         """The state after a backward pass or its first part; `made_grads`: they are there unsharded."""
         state = self.state._replace(unshard_issued=False, deferring=self.state.deferring[1:])
         state = state._replace(gathered=self.comms.all_gather)
-        if not self.pipelined:
-            self.state = state._replace(weights="sharded", has_sharded_grads=True)
+        state = state._replace(weights="whole" if self.pipelined else "sharded")
+        if self.state.syncs:
+            self.state = state._replace(has_sharded_grads=True, has_grads=False, has_sums=False)
         elif made_grads and self.sums_in_reduce_dtype:
-            self.state = state._replace(weights="whole", has_grads=False, has_sums=True)
+            self.state = state._replace(has_grads=False, has_sums=True)
         else:
-            self.state = state._replace(weights="whole", has_grads=made_grads)
+            self.state = state._replace(has_grads=made_grads)
 
     def _added(self, segment: Segment) -> tuple[Event, ...]:
         """A backward segment's events; gradients are added to older ones that are not summed yet."""
@@ -488,7 +508,7 @@ class FSDPModule(StageModule[FsdpState]):
     def _freed(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a group that the backward pass did not use."""
         if group is not None and group.reshards:  # as it has after the forward pass
-            yield from group.reduce_grads(self.grads, self.comms)
+            yield from group.reduce_grads(self.grads, self.comms) if self.state.syncs else ()
         else:
             yield from self.post_backward(group)
 

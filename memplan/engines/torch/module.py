@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar, cast, final
 
 from memplan.engines.backward import added_to_older, backward_order, from_outside
+from memplan.engines.torch.optimizer import update_in_backward
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment, Trace
 from memplan.orders import ActionKind
@@ -124,7 +125,7 @@ class StageModule(ABC, Generic[State]):
         return self.play("backward-weight", self._backward_weight)
 
     def require_gradient_sync(self) -> None:
-        """Ends DDP's `no_sync`: the backward passes that follow reduce gradients."""
+        """Ends `no_sync`: the backward passes that follow reduce gradients."""
         return
 
     def unshard(self) -> list[Stretch]:
@@ -217,20 +218,29 @@ class StageModule(ABC, Generic[State]):
 
 
 class PlainState(NamedTuple):
-    """Whether there are gradients."""
+    """Whether there are gradients, and whether updates in the backward pass make the optimizer's state."""
 
     has_grads: bool
+    makes_states: bool = False
 
 
 @final
 class PlainModule(StageModule[PlainState]):
-    """A module without a wrapper: no other rank has its weights."""
+    """A module without a wrapper: no other rank has its weights.
+
+    With `optimizer_in_backward` a hook of each weight updates it and frees its gradient.
+    """
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage, PlainState(has_grads=not stage.options.set_to_none))
 
+    def in_first_step(self) -> Self:
+        other = self.fresh()
+        other.state = other.state._replace(makes_states=self.stage.options.optimizer_in_backward)
+        return other
+
     def _made_grads(self) -> None:
-        self.state = PlainState(has_grads=True)
+        self.state = PlainState(has_grads=not self.stage.options.optimizer_in_backward)
 
     def _backward(self) -> Stretch:
         played = chain(
@@ -245,7 +255,22 @@ class PlainModule(StageModule[PlainState]):
 
     def _added(self, segment: Segment) -> tuple[Event, ...]:
         """A backward segment's events; gradients are added to older ones if there are any."""
+        if self.stage.options.optimizer_in_backward:
+            return tuple(self._updated(segment.events))
         return added_to_older(segment) if self.state.has_grads else segment.events
+
+    def _updated(self, found: Iterable[Event]) -> Iterator[Event]:
+        """A backward segment's events, with each weight's update once its gradient is there.
+
+        Source: torch/csrc/autograd/functions/accumulate_grad.cpp (`tensor_post_acc_grad_hooks`).
+        """
+        for event in found:
+            yield event
+            if isinstance(event, AccumulateGrad):
+                yield from update_in_backward(
+                    self.stage, event.parameter, makes_states=self.state.makes_states
+                )
+                yield Free(event.buffer)
 
     def _blocks(self) -> Iterator[Stretch]:
         """The blocks' backward passes, the last first; its gradient comes from the head or another stage."""

@@ -10,9 +10,10 @@ from typing import Final, NamedTuple
 from memplan.engines.newton_schulz import STEPS, newton_schulz_products
 from memplan.engines.stage import trained
 from memplan.engines.torch.sharding import partial_sum
-from memplan.engines.torch.stage import RankStages
+from memplan.engines.torch.stage import RankStages, Stage
 from memplan.kernels import norm_scratch
 from memplan.mesh import WORLD, Group
+from memplan.optimizers import ADAM
 from memplan.placements import Partial, Shard
 from memplan.record import (
     Collective,
@@ -41,6 +42,8 @@ def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
 
     `in_order`: one parameter at a time in the module's order; else equal ones of all blocks are counted.
     """
+    if stages.options.optimizer_in_backward:
+        return chain("update", chain(UPDATE_NAME))
     matrices = list(_orthogonalized(stages, in_order))
     kept = stages.trainer
     clips = stages.plan.clip_grad_norm is not None or kept is not None
@@ -95,7 +98,7 @@ def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
     ]
 
 
-def implementation(stages: RankStages) -> str:
+def implementation(stages: RankStages | Stage) -> str:
     """The optimizer's implementation: by default "foreach" on CUDA, "for-loop" on CPU.
 
     That of bitsandbytes has a kernel for each weight, as if fused.
@@ -107,6 +110,27 @@ def implementation(stages: RankStages) -> str:
     if stages.options.optimizer_impl != "default":
         return stages.options.optimizer_impl
     return "foreach" if not stages.update_device.on_cpu else "for-loop"
+
+
+def update_in_backward(stage: Stage, parameter: Parameter, *, makes_states: bool) -> Iterator[Event]:
+    """What the update of one weight by an optimizer of its own allocates; in the first step its state too.
+
+    Source: PyTorch's tutorial "How to save memory by fusing an optimizer step into the backward pass"
+    (`register_post_accumulate_grad_hook`), `torch.optim.adam:_multi_tensor_adam`,
+    `torch.optim.adam:_single_tensor_adam`.
+    """
+    moments, chosen = stage.plan.kept.moments, implementation(stage)
+    shape, dtype = parameter.shape, stage.weight_dtype
+    if makes_states:
+        counts = moments == ADAM and (stage.update_device.on_cpu or chosen == "fused")
+        yield from allocs(*[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] * counts)
+        yield from allocs(
+            *[buffer_of(f"{parameter.name}.{one}", shape, dtype, "optimizer") for one in moments]
+        )
+    if moments == ADAM and chosen != "fused":
+        names = ("square root", "denominator")[: 2 if chosen == "for-loop" else 1]
+        made = [buffer_of(f"{parameter.name} ({name})", shape, dtype) for name in names]
+        yield from (*allocs(*made), *frees(*made))
 
 
 def _orthogonalized(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
@@ -378,8 +402,12 @@ def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[S
 def states_in_order(stages: RankStages) -> Iterator[Buffer]:
     """The optimizer's state on the device in the order that the first update makes it.
 
+    What a backward pass makes is among its events.
+
     Source: `torch.optim.adam:Adam._init_group`, `torch.optim.sgd:_multi_tensor_sgd`.
     """
+    if stages.options.optimizer_in_backward:
+        return
     maps = stages.maps_of_8_bits
     held = stages.trained_parameters() if stages.owned is None else stages.owned
     for parameter in [one for one in held if one in stages.matrices]:

@@ -17,7 +17,7 @@ FLOAT8: Final = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 ACTIVATION_OFFLOADING: Final = ("none", "save_on_cpu", "OffloadActivations")
 LIGER_KERNELS: Final = ("none", "fused_linear_cross_entropy")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
-FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch", "no_sync")
+FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch")
 """The options of FullyShardedDataParallel alone."""
 TRAINERS: Final = ("none", "huggingface")
 TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
@@ -56,7 +56,7 @@ class TorchOptions:
         False, Flag("FSDP1 gathers the next unit of a forward pass ahead", word="forward-prefetch")
     )
     no_sync: bool = described(
-        False, Flag("FSDP1 accumulates whole gradients up to the last micro-batch", word="no-sync")
+        False, Flag("FSDP accumulates whole gradients up to the last micro-batch", word="no-sync")
     )
     cp_rotate_method: str = described(
         "allgather",
@@ -108,6 +108,13 @@ class TorchOptions:
             "One parameter at a time, all at once, one kernel, or torch's choice of these",
             choices=OPTIMIZER_IMPLS,
             word="impl",
+        ),
+    )
+    optimizer_in_backward: bool = described(
+        False,
+        Flag(
+            "Each weight has an optimizer of its own, which steps once its gradient is there, and frees it",
+            word="in-backward",
         ),
     )
     set_to_none: bool = described(

@@ -42,7 +42,7 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
     own = _own(stages, modules)
     fresh = None if stages.options.set_to_none else stages.with_gradients_freed()
     first = [] if fresh is None else _own(fresh, {})
-    if fresh is None and stages.options.forward_prefetch:
+    if fresh is None and (stages.options.forward_prefetch or stages.options.optimizer_in_backward):
         fresh, first = stages, own
     first = [module.in_first_step() for module in first]
 

@@ -34,8 +34,8 @@ from memplan.shapes import BF16, FP32
 USUAL: Final = TorchOptions()
 
 DDP_OPTIONS: Final = ("gradient_as_bucket_view", "static_graph", "bucket_cap_bytes", "ddp_comm_hook")
-FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks")
-"""The options of FSDP2 alone, and of DistributedDataParallel alone."""
+FSDP_OPTIONS: Final = ("fsdp_units", "fsdp_blocks", "no_sync")
+"""The options of FSDP alone, and of DistributedDataParallel alone."""
 
 
 def _check_wrappers(model: Model, plan: Plan) -> None:
@@ -107,6 +107,25 @@ def _check_fsdp1(model: Model, plan: Plan) -> None:
                 f"fsdp_version=1 with {what} has no rule yet; use {other}, or fsdp_version=2.",
                 kind=f"FSDP1 with {what.partition('=')[0]}",
             )
+
+
+def _check_no_sync(model: Model, plan: Plan) -> None:
+    """Raise for FSDP2's `no_sync` where a schedule says it, or of a release of torch without a rule."""
+    options = torch_options(plan)
+    if not options.no_sync or options.fsdp_version == 1:
+        return
+    if plan.pp > 1:
+        raise PlanRefused(
+            f"no_sync=True with pp={plan.pp}: a schedule sums whole gradients anyway, and reduces them once "
+            "(stage.py, perform_reduce_grad); leave no_sync out.",
+            kind="no_sync under a pipeline's schedule, which does the same",
+        )
+    if options.release >= (2, 15):
+        raise MissingRule(
+            f"no_sync=True with torch_version={options.torch_version!r} has no rule yet: autograd casts the "
+            "gradients there; use torch_version='2.13', or no_sync=False.",
+            kind="FSDP2's no_sync from torch 2.15 on",
+        )
 
 
 def _check_static_graph(model: Model, plan: Plan) -> None:
@@ -465,12 +484,14 @@ def _check_beside_modules(
     )
 
 
-def _check_beside_option(plan: Plan, option: str, kind: str, *rows: tuple[bool, str, str]) -> None:
+def _check_beside_option(
+    plan: Plan, option: str, kind: str, *rows: tuple[bool, str, str], usual: object = "none"
+) -> None:
     """Raise for what has no rule beside an option; a row: whether it is asked for, what, and what to use."""
     for what, other in [(what, other) for asked, what, other in rows if asked]:
         raise MissingRule(
             f"{option}={getattr(torch_options(plan), option)!r} with {what} has no rule yet; use {other}, or "
-            f"{option}='none'.",
+            f"{option}={usual!r}.",
             kind=f"{kind} with {what.partition('=')[0]}",
         )
 
@@ -528,6 +549,44 @@ def _check_activation_offloading(model: Model, plan: Plan) -> None:
         (float8 != "none", f"float8={float8!r}", "float8='none'"),
         (isinstance(model, TracedModel), "a traced model", "a model of a family"),
         *(_not_by_trl(model, plan) if option == "OffloadActivations" else ()),
+    )
+
+
+def _check_optimizer_in_backward(model: Model, plan: Plan) -> None:
+    """Raise for an optimizer in the backward pass that cannot run, or beside what has no rule with it."""
+    options = torch_options(plan)
+    if not options.optimizer_in_backward:
+        return
+    cannot = (
+        (
+            plan.n_micro_batches > 1,
+            f"{plan.n_micro_batches} micro-batches",
+            f"global_batch={plan.batch_of(1)}",
+        ),
+        (plan.clip_grad_norm is not None, f"clip_grad_norm={plan.clip_grad_norm}", "no clipping"),
+        (plan.formats.loss_scaled, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
+        (not options.set_to_none, "set_to_none=False", "set_to_none=True"),
+    )
+    for asked, what, other in cannot:
+        if asked:
+            raise PlanRefused(
+                f"optimizer_in_backward=True with {what}: a weight is updated as soon as it has a gradient, "
+                f"so none can be accumulated, clipped or unscaled; use {other}.",
+                kind="an optimizer in the backward pass beside what needs all gradients",
+            )
+    _check_beside_option(
+        plan,
+        "optimizer_in_backward",
+        "an optimizer in the backward pass",
+        *_divided_over(plan, NOT_COMPILED),
+        (plan.world_size > 1, f"dp={plan.dp}", "one GPU"),
+        (
+            plan.kept.bits is not None or plan.kept.others is not None,
+            f"optimizer={plan.optimizer!r}",
+            "adamw",
+        ),
+        (options.trainer != "none", f"trainer={options.trainer!r}", "trainer='none'"),
+        usual=False,
     )
 
 
@@ -884,6 +943,7 @@ def _check_traced_ends(model: Model, plan: Plan) -> None:
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_wrappers,
     _check_fsdp1,
+    _check_no_sync,
     _check_static_graph,
     _check_units,
     _check_experts,
@@ -895,6 +955,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_float8,
     _check_activation_offloading,
     _check_liger,
+    _check_optimizer_in_backward,
     _check_recordings,
     _check_traced,
     _check_recorded,

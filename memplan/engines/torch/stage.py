@@ -587,8 +587,10 @@ class RankStages:
 
     @cached_property
     def grads(self) -> Alive:
-        """The gradients that the optimizer sees."""
+        """The gradients that the optimizer sees when the backward pass has ended."""
         found: Alive = Counter()
+        if self.options.optimizer_in_backward:
+            return found
         for p, n in self.counted_trained_parameters():
             shape = (self.weight_elements(p),) if self.plan.fsdp else p.grad_shape
             found[buffer_of(f"{p.name}.grad", shape, self.plan.formats.accumulate, "grads")] += n

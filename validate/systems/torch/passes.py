@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from inspect import signature
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -66,18 +68,25 @@ def _number(loss: Tensor) -> float:
     return float(loss.to_local() if isinstance(loss, DTensor) else loss)
 
 
+def syncing(module: nn.Module, plan: Plan, *, last: bool) -> AbstractContextManager[None]:
+    """Lets a micro-batch's backward pass reduce gradients: DDP's and, if the plan says so, FSDP's last."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last or not torch_options(plan).no_sync)
+        return nullcontext()
+    held = not last and (isinstance(module, DistributedDataParallel) or torch_options(plan).no_sync)
+    return cast(Any, module).no_sync() if held else nullcontext()
+
+
 def _accumulated(
     module: nn.Module, plan: Plan, scaler: GradScaler, tokens: Tensor, targets: Tensor
 ) -> Passes:
     n = plan.n_micro_batches
-    options = torch_options(plan)
     micro_batches = list(zip(tokens.chunk(n), targets.chunk(n), strict=True))
 
     def run() -> float:
         total = 0.0
         for i, (x, y) in enumerate(micro_batches):
-            held = i < n - 1 and (isinstance(module, DistributedDataParallel) or options.no_sync)
-            with module.no_sync() if held else nullcontext(), _loss_context(plan):  # type: ignore[operator]
+            with syncing(module, plan, last=i == n - 1), _loss_context(plan):
                 loss = token_loss(module(x), y, chunks=plan.loss_chunks) / n
                 scaler.scale(loss).backward()
             total += _number(loss)

@@ -69,6 +69,7 @@ class Update:
     pipeline: dist.ProcessGroup | None
     set_to_none: bool
     clips_itself: FullyShardedDataParallel | None = None
+    in_backward: bool = False
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -77,7 +78,9 @@ class Update:
         return [weight for group in groups for weight in group["params"]]
 
     def __call__(self) -> None:
-        """Updates the weights; the gradients are gone, or zero, after."""
+        """Updates the weights, unless the backward pass has; the gradients are gone, or zero, after."""
+        if self.in_backward:
+            return
         for one in self.optimizers:
             self.scaler.unscale_(one)
         if self.max_norm is not None and self.clips_itself is not None:
@@ -110,6 +113,7 @@ def update_of(
         foreach=False if torch_options(plan).optimizer_impl == "for-loop" else None,
         pipeline=mesh.get_group("pp") if mesh is not None and plan.pp > 1 else None,
         set_to_none=torch_options(plan).set_to_none,
+        in_backward=torch_options(plan).optimizer_in_backward,
     )
 
 
@@ -123,6 +127,8 @@ def optimizers_of(
         for name, weight in module.named_parameters()
         if weight.requires_grad
     ]
+    if torch_options(plan).optimizer_in_backward:
+        return [_in_backward(weight, plan, learning_rate) for _, weight in named]
     if plan.kept.others is None:
         return [_optimizer([weight for _, weight in named], plan, mesh, plan.optimizer, learning_rate)]
     matrices = {name for name, weight in named if weight.ndim == 2 and IN_A_LIST.search(name)}
@@ -131,6 +137,18 @@ def optimizers_of(
         ([weight for name, weight in named if name not in matrices], "adamw"),
     )
     return [_optimizer(part, plan, mesh, kind, learning_rate) for part, kind in apart if part]
+
+
+def _in_backward(weight: nn.Parameter, plan: Plan, learning_rate: float) -> Optimizer:
+    """A weight's own optimizer, which steps, and frees the gradient, as soon as autograd has made it."""
+    own = _optimizer([weight], plan, None, plan.optimizer, learning_rate)
+
+    def hook(_: Tensor) -> None:
+        own.step()
+        own.zero_grad()
+
+    weight.register_post_accumulate_grad_hook(hook)
+    return own
 
 
 def _optimizer(

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import memplan
@@ -54,7 +53,7 @@ from validate.systems.torch.parallelize import (
     torch_dtype,
     units_of_blocks,
 )
-from validate.systems.torch.passes import Passes
+from validate.systems.torch.passes import Passes, syncing
 from validate.systems.torch.wild_stages import (
     VOCABULARY,
     WIDTH,
@@ -1070,9 +1069,7 @@ def wild_passes(
         total = 0.0
         for i in range(n):
             part = part_of(i)
-            held = i < n - 1 and (isinstance(module, DistributedDataParallel) or torch_options(plan).no_sync)
-            within = module.no_sync() if held else nullcontext()  # type: ignore[operator]
-            with within, divided_over(plan, mesh, part):
+            with syncing(module, plan, last=i == n - 1), divided_over(plan, mesh, part):
                 with autocast(plan, device), offloads:
                     found = loss_of(module, part) / n
                 scaler.scale(found).backward()
