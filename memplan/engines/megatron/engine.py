@@ -66,6 +66,16 @@ GROUPED_STREAMS: Final = 4
 Source: transformer_engine.pytorch.module.base:get_multi_stream_cublas_workspace.
 """
 
+LINEAR_QUANTIZERS: Final = (3, 2)
+"""The tensors that a linear casts to 8 bits, or might, in its forward and its backward pass."""
+
+ATTENTION_QUANTIZERS: Final = (9, 6)
+"""The same of attention: three for each of its three products.
+
+Source: transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention,
+DotProductAttention.init_fp8_metadata.
+"""
+
 UPDATE_NAME: Final = "update"
 """The name of the optimizer's part of a step."""
 
@@ -271,20 +281,25 @@ class MegatronRank:
         return tuple([(products, workspace) for products in (forward, backward) if products])
 
     def _of_fp8(self) -> Iterator[Buffer]:
-        """The weights' copies in 8 bits, and under delayed scaling the scales and largest elements of each.
+        """The weights' copies in 8 bits, and delayed scaling's scales and largest elements of each module.
 
-        Copies are made in the first micro-batch's passes, into the same buffers in each step.
+        Copies are made in the first micro-batch's passes, into the same buffers in each step. Attention has
+        scales for products in 8 bits of its own, which it does not take.
 
         Source: transformer_engine.pytorch.quantization:DelayedScalingRecipeState.
         """
         fp8, length = self.options.fp8(self.device), self.options.fp8_amax_history_len
-        for p in [p for chunk in self.chunks for p in chunk.quantized]:
-            if fp8 is not None:
+        if fp8 is None:
+            return
+        quantizers: list[int] = []
+        for chunk in self.chunks:
+            for p in chunk.quantized:
                 for what, shape, dtype in weight_copies(p.shape, fp8):
                     yield buffer_of(f"{p.name} {what}", shape, dtype, "weights")
-                for n in (3, 2) if fp8.recipe == "delayed" else ():
-                    yield buffer_of("scales", (n,), FP32)
-                    yield buffer_of("amax_history", (length, n), FP32)
+            quantizers += [*LINEAR_QUANTIZERS * len(chunk.quantized), *ATTENTION_QUANTIZERS * chunk.n_layers]
+        for n in quantizers if fp8.recipe == "delayed" else ():
+            yield buffer_of("scales", (n,), FP32)
+            yield buffer_of("amax_history", (length, n), FP32)
 
     def _memory_buffers(self) -> Iterator[Buffer]:
         """Megatron's global memory buffer "mpu", as large as the largest tensor that was asked for.

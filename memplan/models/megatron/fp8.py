@@ -11,7 +11,7 @@ from memplan.models.megatron.config import Fp8, TransformerConfig
 from memplan.models.megatron.layers import Norm, gemm, operands_of, sent, wgrads, whole_sequence
 from memplan.record import ComputeKind
 from memplan.shapes import BF16, FP32, UINT8, DType, Shape, n_elements
-from memplan.tape import Grads, Saved, Tape, Tensor
+from memplan.tape import Grads, Saved, Tape, Tensor, Workspace
 
 BLOCK: Final = 128
 """The elements of a block's row under the blockwise recipe, each with a scale in float32."""
@@ -102,23 +102,26 @@ def transposed(tape: Tape, x: Quantized, name: str, shape: Shape, fp8: Fp8) -> Q
 
 
 def gathered(
-    tape: Tape, what: str, shape: Shape, fp8: Fp8, *, rows: bool = True, columns: bool = False
-) -> Quantized:
+    tape: Tape, what: str, shape: Shape, fp8: Fp8, *, rows: bool = True, columns: bool = False,
+    until: Workspace | None = None,
+) -> Quantized:  # fmt: skip
     """A tensor of this shape, whose quantized parts along the sequence are gathered.
 
-    Transposed parts of the blockwise recipe, and scales by rows, are interleaved in a buffer of their own.
+    Transposed parts of the blockwise recipe, and scales by rows, are interleaved in a buffer of their own,
+    which lives until the gather is waited for: at once, or when the block `until` ends.
+
+    Neglects: the copy of MXFP8's gathered scales in the order of products, which lives for one product.
 
     Source: transformer_engine.pytorch.distributed:gather_along_first_dim.
     """
     with tape.by_products():
         whole = quantized(tape, what, shape, fp8, rows=rows, columns=columns and not fp8.is_per_tensor)
-    with tape.workspace() as interleaved:
-        for one in (*whole.rows, *whole.columns):
-            if n_elements(one.shape) > 1:
-                sent(tape, "all_gather", what, one.shape, one.dtype)
-        if fp8.recipe == "blockwise":
-            for one in (*whole.rows[1:], *whole.columns[:1]):
-                interleaved.new("interleaved", one.shape, one.dtype)
+    for one in (*whole.rows, *whole.columns):
+        if n_elements(one.shape) > 1:
+            sent(tape, "all_gather", what, one.shape, one.dtype)
+    with tape.workspace() as at_once:
+        for one in (*whole.rows[1:], *whole.columns[:1]) if fp8.recipe == "blockwise" else ():
+            (until or at_once).new("interleaved", one.shape, one.dtype)
     return transposed(tape, whole, what, shape, fp8) if columns else whole
 
 
@@ -155,10 +158,14 @@ def norm_column_linear(
         tape, ln_out, total = grad.tape, saved[1:3], None
         of_bias = [tape.new("bgrad", (n_out,), dtype)] if bias else []
         dy = quantized(tape, "output gradient", out, fp8)
-        if gathers:
-            total = gathered(tape, "normed input", whole, fp8, rows=by_rows, columns=not by_rows)
-        gemm_out = tape.new("dgrad", whole, dtype)
-        dgrad = summed(tape, gemm_out, shape, config)
+        with tape.workspace() as until:
+            if gathers:
+                total = gathered(
+                    tape, "normed input", whole, fp8, rows=by_rows, columns=not by_rows, until=until
+                )
+            with tape.by_products():
+                gemm_out = tape.new("dgrad", whole, dtype)
+            dgrad = summed(tape, gemm_out, shape, config)
         if total is not None:
             total = transposed(tape, total, "normed input", whole, fp8)
         of_weight = wgrads(tape, (n_out, n_in), dtype, bias=False, config=config)
@@ -176,7 +183,8 @@ def norm_column_linear(
         tape.new("normed input", shape, dtype)
     reduced_amax(tape, config, fp8)
     total = gathered(tape, "normed input", whole, fp8) if gathers else None
-    y = gemm(tape, name, out, n_in, dtype, ComputeKind.SCALED_MM)
+    with tape.by_products():
+        y = gemm(tape, name, out, n_in, dtype, ComputeKind.SCALED_MM)
     del total
     weights = [tape.weight(one).node for one in (*of.parameters, *own)]
     y.node = tape.node(
@@ -223,13 +231,15 @@ def row_linear(
         else:
             dy = quantized(tape, "output gradient", whole, fp8)
         again = quantized(tape, "input", shape, fp8, rows=False) if saves_x else None
-        grad_x = tape.new("dgrad", shape, dtype)
+        with tape.by_products():
+            grad_x = tape.new("dgrad", shape, dtype)
         of_weight = wgrads(tape, (n_out, n_in), dtype, bias=False, config=config)
         del dy, again
         return grad_x, *of_weight
 
     of_x = quantized(tape, "input", shape, fp8, columns=not saves_x)
-    y = gemm(tape, name, whole, n_in, dtype, ComputeKind.SCALED_MM)
+    with tape.by_products():
+        y = gemm(tape, name, whole, n_in, dtype, ComputeKind.SCALED_MM)
     if config.sequence_parallel:
         batch, seq, _ = whole
         part = tape.new(name, (batch, seq // config.tp, n_out), dtype)
