@@ -1043,11 +1043,11 @@ def test_published_seconds_of_steps_that_chose_no_rate_are_met():
 
 
 def test_published_rates_of_nemo_in_fp8_are_in_the_order_of_the_predicted_seconds():
-    """Seconds are 25 to 55 % too many: products in fp8 sustain more of their brief rate than bfloat16's."""
+    """Seconds are 19 to 54 % too many; the share of their brief rate that products sustain is bfloat16's."""
     found = list(map(nemo_times.timed, nemo_times.read_rows()))
     assert len(found) == 13
     assert rank_correlation([(row.predicted_s, row.published_s) for row in found]) >= 0.9
-    assert 0.15 <= min(row.error for row in found) <= max(row.error for row in found) <= 0.6
+    assert 0.19 <= min(row.error for row in found) <= max(row.error for row in found) <= 0.55
 
 
 def test_a_pass_is_not_over_before_the_host_has_issued_it():
