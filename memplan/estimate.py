@@ -834,6 +834,11 @@ def estimate(
             create_attention_mask_in_dataloader: each micro-batch comes with a mask of booleans.
             deterministic_mode: only operations whose results do not vary.
             make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp.
+            fp8_format: products of Megatron's layers in 8 bits: "e4m3", "hybrid", or "none".
+            fp8_recipe: their scales: "delayed", "tensorwise", "blockwise" or "mxfp8".
+            fp8_param_gather: weights are kept, and gathered, in 8 bits.
+            fp8_amax_history_len: steps whose largest elements delayed scaling keeps.
+            first_last_layers_bf16: the first and the last layer have no products in 8 bits.
             cublas_workspace_config: the value of `CUBLAS_WORKSPACE_CONFIG`, as in ":4096:8".
             megatron_version: the release of Megatron-Core whose rules apply.
             ngc_container: NVIDIA's container of PyTorch below it, "25.09" (2.9) or "26.04" (2.12).

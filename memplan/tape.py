@@ -584,12 +584,14 @@ class Tape:
         name: str,
         shape: Shape,
         *,
+        dtype: DType | None = None,
         placements: Placements | None = None,
         grad_placements: Placements | None = None,
     ) -> Parameter:
         """The weight `name` of this scope, made at first use; the same name gives the same (tied) weight.
 
-        `shape` is of the whole weight; placements over axes of a single rank are left out. Where DTensors are
+        `shape` is of the whole weight; `dtype` is the context's type of weights if it is left out;
+        placements over axes of a single rank are left out. Where DTensors are
         made in each pass, a gradient gets its weight's placement unless it is partial; so does the sum of a
         tied weight's gradients with different placements (`_sum`).
         """
@@ -598,9 +600,8 @@ class Tape:
         grads = {axis: each for axis, each in (grad_placements or own).items() if axis in mesh}
         if self.context.remakes_dtensors and Partial() not in grads.values():
             grads = own
-        made = Parameter(
-            key, shape, self.context.weight_dtype, placements=own, grad_placements=grads, mesh=mesh
-        )
+        dtype = dtype or self.context.weight_dtype
+        made = Parameter(key, shape, dtype, placements=own, grad_placements=grads, mesh=mesh)
         known = self.parameters.setdefault(key, made)
         check_equal(f"two uses of {key}", known.shape, made.shape)
         if known.grad_placements != made.grad_placements:

@@ -97,8 +97,9 @@ ROWS: Final = (
     NotModelled(
         "products in 8 or 4 bits as a precision",
         "would make small copies of weights and inputs for each product, and take less time",
-        "use float8='tensorwise' beside bf16-mixed for torchao's products in float8 (engine torch), or "
-        "bf16-mixed: weights, gradients and optimizer state are as large there",
+        "use float8='tensorwise' beside bf16-mixed for torchao's products in float8 (engine torch), "
+        "fp8_format='hybrid' for Transformer Engine's (engine megatron), or bf16-mixed: weights, gradients "
+        "and optimizer state are as large there",
         keywords="fp8 mxfp8 nvfp4",
         values={
             "precision": (

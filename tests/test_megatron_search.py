@@ -22,6 +22,11 @@ ASKED: dict[str, dict[str, Any]] = {
         "global_batch": 16, "seq_len": 4096, "optimizer": "muon", "zero": (0, 1), "micro_batch": (1, 2),
         "use_layer_wise_param_layout": (True, False),
     },
+    "llama-3.1-8b": {
+        "global_batch": 16, "seq_len": 4096, "zero": 1, "micro_batch": 1, "tp": (2, 4),
+        "fp8_format": "hybrid", "fp8_recipe": ("tensorwise", "delayed"), "fp8_param_gather": (True, False),
+        "first_last_layers_bf16": (False, True), "sequence_parallel": True,
+    },
 }  # fmt: skip
 
 

@@ -88,6 +88,11 @@ class EngineOptions(TypedDict, total=False):
     create_attention_mask_in_dataloader: bool
     deterministic_mode: bool
     make_vocab_size_divisible_by: int
+    fp8_format: Literal["none", "e4m3", "hybrid"]
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+    fp8_param_gather: bool
+    fp8_amax_history_len: int
+    first_last_layers_bf16: bool
     cublas_workspace_config: str
     megatron_version: Literal["0.12", "0.13", "0.14", "0.15", "0.16", "0.18"]
     ngc_container: Literal["24.01", "25.09", "26.04"]

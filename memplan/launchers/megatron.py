@@ -113,6 +113,11 @@ READ: Final = frozenset(
         "overlap-param-gather",
         WARMUP_FLUSH,
         "overlap-param-gather-with-optimizer-step",
+        "fp8-format",
+        "fp8-recipe",
+        "fp8-param-gather",
+        "fp8-amax-history-len",
+        "first-last-layers-bf16",
         "num-distributed-optimizer-instances",
         "accumulate-allreduce-grads-in-fp32",
         "ddp-bucket-size",
@@ -197,6 +202,7 @@ HARMLESS: Final = (
         "muon-no-split",
     ),
     *("rotary-scaling-factor", "mscale", "original-max-position-embeddings", "mtp-loss-scaling-factor"),
+    *("fp8-margin", "fp8-interval", "fp8-amax-compute-algo"),
     *("no-persist-layer-norm", "use-flash-attn", "accumulate-allreduce-grads-in-fp32"),
 )
 """How the names of arguments begin that change no byte of a step."""
@@ -217,6 +223,8 @@ AT: Final[Mapping[str, tuple[Any, ...]]] = {
     "muon-tp-mode": ("blockwise",),
     "main-params-dtype": ("fp32",),
     "cuda-graph-impl": ("none",),
+    "num-layers-at-start-in-bf16": (1,),
+    "num-layers-at-end-in-bf16": (1,),
 }
 """The values at which other arguments change nothing."""
 
@@ -521,11 +529,13 @@ class Arguments:
             "ddp-bucket-size": count_or_text, "make-vocab-size-divisible-by": count_or_text,
             "microbatch-group-size-per-virtual-pipeline-stage": count_or_text,
             "num-distributed-optimizer-instances": count_or_text,
+            "fp8-format": str, "fp8-recipe": str, "fp8-amax-history-len": count_or_text,
         }  # fmt: skip
         flags = (
             "overlap-grad-reduce", "overlap-param-gather", "cross-entropy-loss-fusion", "deterministic-mode",
             "accumulate-allreduce-grads-in-fp32", "overlap-param-gather-with-optimizer-step",
             "moe-permute-fusion", "use-precision-aware-optimizer", "defer-embedding-wgrad-compute",
+            "fp8-param-gather", "first-last-layers-bf16",
         )  # fmt: skip
         found: dict[str, Any] = {
             name.replace("-", "_"): read(self.given[name])

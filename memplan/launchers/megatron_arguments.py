@@ -21,6 +21,8 @@ FLAGS: Final = (
     "moe_permute_fusion",
     "defer_embedding_wgrad_compute",
     "use_precision_aware_optimizer",
+    "fp8_param_gather",
+    "first_last_layers_bf16",
 )
 """The options that are flags."""
 
@@ -45,6 +47,9 @@ VALUES: Final = (
     "main_grads_dtype",
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
+    "fp8_format",
+    "fp8_recipe",
+    "fp8_amax_history_len",
 )
 """The options with a value."""
 

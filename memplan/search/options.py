@@ -106,6 +106,11 @@ class PlanOptions(TypedDict, total=False):
     create_attention_mask_in_dataloader: bool | Iterable[bool]
     deterministic_mode: bool | Iterable[bool]
     make_vocab_size_divisible_by: int | Iterable[int]
+    fp8_format: str | Iterable[str]
+    fp8_recipe: str | Iterable[str]
+    fp8_param_gather: bool | Iterable[bool]
+    fp8_amax_history_len: int | Iterable[int]
+    first_last_layers_bf16: bool | Iterable[bool]
     cublas_workspace_config: str
     megatron_version: str | Iterable[str]
     ngc_container: str | Iterable[str]

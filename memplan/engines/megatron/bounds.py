@@ -16,8 +16,12 @@ from memplan.plan import Plan, unchecked
 
 
 def megatron_part_costs(model: Model, plan: Plan, device: Device) -> PartCosts:
-    """The figures of `Engine.part_costs`: a chunk of one layer of each kind is traced, recomputed or not."""
-    layers = dict(_first_layers(model))
+    """The figures of `Engine.part_costs`: a chunk of one layer of each kind is traced, recomputed or not.
+
+    Under `first_last_layers_bf16` it is the second one, which holds less and is faster than the first.
+    """
+    second = megatron_options(plan).first_last_layers_bf16 and model.n_blocks > 1
+    layers = {kind: i + second for kind, i in _first_layers(model)}
 
     def chunks(plan: Plan) -> dict[str, ModelChunk]:
         return {
@@ -46,12 +50,14 @@ def _first_layers(model: Model) -> Iterator[tuple[str, int]]:
 def data_parallelism(plan: Plan, elements: Any) -> DataParallelism:
     """The figures of `Engine.data_parallelism`.
 
-    Experts are reduced between other ranks, so with `ep` no traffic is counted.
+    Experts are reduced between other ranks, so with `ep` no traffic is counted. Of weights in 8 bits all are
+    taken to be so.
     """
     options, group, n = megatron_options(plan), plan.shard_group, plan.n_shards
     dtype = PARAMS_DTYPES[plan.precision]
     types = state_types(dtype, plan.optimizer, options)
-    weights, grads = elements * dtype.itemsize, elements * types.grads.itemsize
+    weight_bytes = 1 if options.fp8_param_gather else dtype.itemsize
+    weights, grads = elements * weight_bytes, elements * types.grads.itemsize
     own = np.where(plan.zero == 1, 1 / np.maximum(n, plan.efsdp), 1.0)
     of_optimizer = [types.main, *types.moments.values()]
     kept = elements * own * sum([one.itemsize for one in of_optimizer if one is not None])

@@ -13,6 +13,7 @@ from memplan.models import Model
 from memplan.models.base import BLOCKS
 from memplan.models.megatron import (
     EXPERTS,
+    IN_BF16,
     GPTModel,
     TransformerConfig,
     configured,
@@ -57,6 +58,8 @@ def transformer_config(
         recomputes_mtp=plan.recompute == "full" and plan.recompute_blocks is None,
         release=options.release,
         vocab_multiple=options.make_vocab_size_divisible_by,
+        fp8=options.fp8(device),
+        first_last_layers_bf16=options.first_last_layers_bf16,
     )
 
 
@@ -132,6 +135,15 @@ class ModelChunk:
         layers = [p for block, n in self.blocks for p in block.parameters * n]
         head = [p for p in self.trace.head_parameters if p not in self.trace.embed_parameters]
         return [*self.trace.embed_parameters, *layers, *head]
+
+    @property
+    def quantized(self) -> list[Parameter]:
+        """The weights whose products are in 8 bits."""
+        if self.model.config.fp8 is None:
+            return []
+        layers = zip(self.runs, self.blocks, strict=True)
+        own = [p for (kind, n), (block, _) in layers if kind.kind != IN_BF16 for p in block.parameters * n]
+        return [p for p in own if len(p.shape) == 2]
 
     @property
     def n_predicted(self) -> int:

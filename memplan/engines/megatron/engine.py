@@ -21,7 +21,7 @@ from memplan.engines.megatron.buffers import (
     is_orthogonalized,
     state_types,
 )
-from memplan.engines.megatron.chunk import ModelChunk
+from memplan.engines.megatron.chunk import ModelChunk, transformer_config
 from memplan.engines.megatron.muon import orthogonalizing, ping_pong, shard_aligned
 from memplan.engines.megatron.options import OLD_CONTAINER, MegatronOptions, divides_by_size, megatron_options
 from memplan.engines.megatron.overlap import (
@@ -32,12 +32,12 @@ from memplan.engines.megatron.overlap import (
     reducing,
     replaced,
 )
-from memplan.engines.megatron.refusals import REFUSALS
+from memplan.engines.megatron.refusals import REFUSALS, check_fp8_device
 from memplan.engines.megatron.schedules import forward_backward
 from memplan.memory import Alive
 from memplan.models import Model
 from memplan.models.base import Layers
-from memplan.models.megatron import EXPERTS, WORDS, gpt_model
+from memplan.models.megatron import EXPERTS, WORDS, configured, gpt_model, weight_copies
 from memplan.optimizers import OF_TORCH
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.record import (
@@ -53,7 +53,7 @@ from memplan.record import (
     frees,
 )
 from memplan.replay import AllocatorProgram
-from memplan.shapes import FP16, FP32, INT32, UINT8, Buffer, Parameter, buffer_of
+from memplan.shapes import FP16, FP32, INT32, UINT8, Buffer, DType, Parameter, buffer_of
 from memplan.tape import Backend
 from memplan.units import MiB
 
@@ -64,6 +64,16 @@ GROUPED_STREAMS: Final = 4
 """The streams of Transformer Engine's grouped products, each of which has a workspace of its own.
 
 Source: transformer_engine.pytorch.module.base:get_multi_stream_cublas_workspace.
+"""
+
+LINEAR_QUANTIZERS: Final = (3, 2)
+"""The tensors that a linear casts to 8 bits, or might, in its forward and its backward pass."""
+
+ATTENTION_QUANTIZERS: Final = (9, 6)
+"""The same of attention: three for each of its three products.
+
+Source: transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention,
+DotProductAttention.init_fp8_metadata.
 """
 
 UPDATE_NAME: Final = "update"
@@ -94,9 +104,10 @@ class MegatronRank:
         self.indices = plan.stages_of(rank.pp)
         self.layers = tuple([stage_layers(model.n_blocks, plan, index) for index in self.indices])
         self.chunks: list[ModelChunk] = []
+        own = configured(model, transformer_config(model, plan, device))
         for index, layers in zip(self.indices, self.layers, strict=True):
             first, last = index == 0, index == plan.n_stages - 1
-            key = first, last, gpt_model(model).layers_in(layers)
+            key = first, last, own.layers_in(layers)
             if key not in known:
                 known[key] = ModelChunk(
                     model, plan, device, first=first, last=last, layers=layers, tp_rank=rank.tp,
@@ -157,11 +168,11 @@ class MegatronRank:
         groups = {plan.shard_group: plan.n_shards} | ({"efsdp": plan.efsdp} if plan.ep > 1 else {})
         for (group, n_ranks), (local, chunk) in product(groups.items(), enumerate(self.chunks)):
             n, size = n_ranks // self.options.num_distributed_optimizer_instances, self.bucket_size(local)
-            kinds: dict[bool, list[Parameter]] = {}
+            kinds: dict[tuple[bool, DType], list[Parameter]] = {}
             for p in chunk.parameters():
                 if (OF_EXPERTS in p.name and plan.ep > 1) == (group == "efsdp"):
-                    kinds.setdefault(bool(apart) and is_orthogonalized(p), []).append(p)
-            for of_muon, own in kinds.items():
+                    kinds.setdefault((bool(apart) and is_orthogonalized(p), p.dtype), []).append(p)
+            for (of_muon, _), own in kinds.items():
                 aligned = shard_aligned(own, size, n) if of_muon else None
                 buckets = aligned or buckets_of(own, size, n, self.shared(chunk))
                 found.append(Division(local, group, n, own, buckets))
@@ -240,6 +251,7 @@ class MegatronRank:
         for chunk in self.chunks:
             n_layers = chunk.n_layers + chunk.n_predicted
             yield from chunk.model.layer_buffers(plan.local_seq_len, chunk.params_dtype) * n_layers
+        yield from self._of_fp8()
         yield from self._memory_buffers()
         yield from self._dummy_grads()
         for chunk in self.chunks:
@@ -267,6 +279,27 @@ class MegatronRank:
         backward = frozenset[Buffer]().union(*[chunk.trace.products_backward for chunk in self.chunks])
         workspace = buffer_of("cuBLAS workspace", (n_bytes,), UINT8)
         return tuple([(products, workspace) for products in (forward, backward) if products])
+
+    def _of_fp8(self) -> Iterator[Buffer]:
+        """The weights' copies in 8 bits, and delayed scaling's scales and largest elements of each module.
+
+        Copies are made in the first micro-batch's passes, into the same buffers in each step. Attention has
+        scales for products in 8 bits of its own, which it does not take.
+
+        Source: transformer_engine.pytorch.quantization:DelayedScalingRecipeState.
+        """
+        fp8, length = self.options.fp8(self.device), self.options.fp8_amax_history_len
+        if fp8 is None:
+            return
+        quantizers: list[int] = []
+        for chunk in self.chunks:
+            for p in chunk.quantized:
+                for what, shape, dtype in weight_copies(p.shape, fp8):
+                    yield buffer_of(f"{p.name} {what}", shape, dtype, "weights")
+            quantizers += [*LINEAR_QUANTIZERS * len(chunk.quantized), *ATTENTION_QUANTIZERS * chunk.n_layers]
+        for n in quantizers if fp8.recipe == "delayed" else ():
+            yield buffer_of("scales", (n,), FP32)
+            yield buffer_of("amax_history", (length, n), FP32)
 
     def _memory_buffers(self) -> Iterator[Buffer]:
         """Megatron's global memory buffer "mpu", as large as the largest tensor that was asked for.
@@ -477,6 +510,9 @@ class MegatronEngine(Engine):
     options = MegatronOptions
     gives_bounds = True
     optimizers = (*OF_TORCH, "muon")
+
+    def check_device(self, plan: Plan, device: Device) -> None:
+        check_fp8_device(plan, device)
 
     def confirmed_on(self, device: Device) -> Confirmation:
         return "unconfirmed"

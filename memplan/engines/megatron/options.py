@@ -8,6 +8,7 @@ from memplan.device import Device
 from memplan.errors import InvalidValue
 from memplan.fields import Choice, Count, Counts, Flag, Names, Setting, described
 from memplan.kernels import Release, product_workspace_bytes
+from memplan.models.megatron import Fp8
 from memplan.plan import Plan
 from memplan.shapes import BF16, FP16, FP32, DType
 from memplan.units import KiB
@@ -20,6 +21,8 @@ CROSS_ENTROPY_IMPLS: Final = ("native", "te")
 RECOMPUTE_MODULES: Final = frozenset(
     ["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 )
+FP8_FORMATS: Final = ("none", "e4m3", "hybrid")
+FP8_RECIPES: Final = ("delayed", "tensorwise", "blockwise", "mxfp8")
 MEGATRON_VERSIONS: Final = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.18")
 
 STATE_TYPES: Final[Mapping[str, DType]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
@@ -187,6 +190,31 @@ class MegatronOptions:
     make_vocab_size_divisible_by: int = described(
         128, Count("The vocabulary is padded to a multiple of this times tp", word="vocab-multiple")
     )
+    fp8_format: str = described(
+        "none",
+        Choice(
+            "Products of layers in 8 bits: e4m3, or hybrid, with gradients in e5m2",
+            choices=FP8_FORMATS,
+            word="fp8",
+        ),
+    )
+    fp8_recipe: str = described(
+        "delayed",
+        Choice(
+            "Their scales: of a tensor, from its past (delayed) or as it is (tensorwise); of its blocks",
+            choices=FP8_RECIPES,
+            word="fp8-recipe",
+        ),
+    )
+    fp8_param_gather: bool = described(
+        False, Flag("Weights are kept, and gathered, in 8 bits", word="fp8-params")
+    )
+    fp8_amax_history_len: int = described(
+        1, Count("Steps whose largest elements delayed scaling keeps", word="amax-history")
+    )
+    first_last_layers_bf16: bool = described(
+        False, Flag("The first and the last layer have no products in 8 bits", word="ends-bf16")
+    )
     cublas_workspace_config: str = described(
         "",
         Setting(
@@ -258,6 +286,16 @@ class MegatronOptions:
     def torch_release(self) -> Release:
         """PyTorch's, of the container."""
         return NGC_CONTAINERS[self.ngc_container]
+
+    def fp8(self, device: Device) -> Fp8 | None:
+        """How products of layers are in 8 bits on a device; None: they are not.
+
+        Source: transformer_engine.pytorch.utils:is_non_tn_fp8_gemm_supported.
+        """
+        if self.fp8_format == "none":
+            return None
+        reads_columns = device.at_least(10) and not (device.at_least(12) and not device.at_least(13))
+        return Fp8(self.fp8_recipe, transposes=not reads_columns, param_gather=self.fp8_param_gather)
 
     def attention(self, device: Device, dropout: float) -> str:
         """The attention backend on a device: what `auto` takes there, or the one that was asked for.

@@ -3,6 +3,7 @@
 from math import prod
 from typing import Any, Final
 
+from memplan.device import Device
 from memplan.engines.base import Rule
 from memplan.engines.megatron.chunk import PARAMS_DTYPES
 from memplan.engines.megatron.options import (
@@ -26,6 +27,10 @@ SUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "precision": tuple(PARAMS_DTYPES),
 }
 """The values of a plan's fields that have a rule; zero=1 is the distributed optimizer."""
+
+
+MULTIPLES: Final = {"blockwise": (128, 128), "mxfp8": (32, 32)}
+"""Of what tokens and features must be multiples under a recipe, so that their gathers are in 8 bits."""
 
 
 def _check_fields(model: Model, plan: Plan) -> None:
@@ -363,6 +368,84 @@ def _check_bert(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_fp8(model: Model, plan: Plan) -> None:
+    """Raise as `validate_args` and Transformer Engine do, or for what has no rule beside products in 8 bits.
+
+    Source: megatron.training.arguments:validate_args,
+    megatron.core.transformer.transformer_config:TransformerConfig.__post_init__.
+    """
+    options, own, recipe = megatron_options(plan), gpt_model(model), megatron_options(plan).fp8_recipe
+    if options.fp8_format == "none":
+        if options.fp8_param_gather:
+            raise PlanRefused(
+                "fp8_param must be used together with fp8 mode; use fp8_format='hybrid' or 'e4m3'.",
+                kind="weights in 8 bits without products in 8 bits",
+            )
+        return
+    refused = (
+        (options.fp8_param_gather and not plan.zero, "fp8_param_gather without the distributed optimizer"),
+        (options.first_last_layers_bf16 and recipe == "delayed", "first_last_layers_bf16 and 'delayed'"),
+        (not options.uses_te, "transformer_impl='local'"),
+    )
+    without_rule = (
+        (plan.precision != "bf16-mixed", f"precision={plan.precision!r}"),
+        (options.release < (0, 18), f"megatron_version={options.megatron_version!r}"),
+        (plan.optimizer == "muon", "optimizer='muon'"),
+        (own.moe is not None, "experts"),
+        (own.mla is not None, "multi-latent attention"),
+        (own.mtp_num_layers > 0, "multi-token prediction"),
+        (own.sees_all, f"model={model.name!r}"),
+        (options.fp8_param_gather and recipe == "mxfp8", "fp8_param_gather and fp8_recipe='mxfp8'"),
+        (
+            options.fp8_param_gather and options.use_precision_aware_optimizer,
+            "fp8_param_gather and use_precision_aware_optimizer",
+        ),
+        (
+            options.fp8_param_gather and options.first_last_layers_bf16,
+            "fp8_param_gather and first_last_layers_bf16",
+        ),
+    )
+    for kind, cases in ((PlanRefused, refused), (MissingRule, without_rule)):
+        for applies, what in cases:
+            if applies:
+                verb = "is refused" if kind is PlanRefused else "has no rule"
+                raise kind(
+                    f"fp8_format={options.fp8_format!r} with {what} {verb} in the Megatron engine; leave one "
+                    "of them out.",
+                    kind="options beside Megatron's --fp8-format",
+                )
+    of_tokens, of_features = MULTIPLES.get(recipe, (8, 16))
+    tokens = plan.micro_batch * plan.local_seq_len // (plan.tp if plan.sequence_parallel else 1)
+    widths = own.d_model, own.d_ff // plan.tp, own.n_heads * own.d_head // plan.tp
+    if tokens % of_tokens or any(width % of_features for width in widths):
+        raise PlanRefused(
+            f"fp8_recipe={recipe!r} of {tokens} tokens and {', '.join(map(str, widths))} features: they must "
+            f"be multiples of {of_tokens} and of {of_features}; use such sizes, or fewer tensor ranks.",
+            kind="products in 8 bits of sizes that they do not take",
+        )
+
+
+def check_fp8_device(plan: Plan, device: Device) -> None:
+    """Raise for a recipe that a device has not, or that has no rule on it.
+
+    Source: transformer_engine.pytorch.quantization:check_fp8_support,
+    transformer_engine.pytorch.quantization:check_mxfp8_support.
+    """
+    options = megatron_options(plan)
+    needs = {"blockwise": (9, 0), "mxfp8": (10, 0)}.get(options.fp8_recipe, (8, 9))
+    if options.fp8_format != "none" and not device.at_least(*needs):
+        raise PlanRefused(
+            f"fp8_recipe={options.fp8_recipe!r} is of GPUs of compute capability {needs[0]}.{needs[1]} or "
+            "more; use such a GPU, another recipe, or fp8_format='none'.",
+            kind="products in 8 bits on a device without them",
+        )
+    if options.fp8_format != "none" and options.fp8_recipe == "blockwise" and device.at_least(10):
+        raise MissingRule(
+            "fp8_recipe='blockwise' has no rule on Blackwell, which computes it as MXFP8; use 'mxfp8'.",
+            kind="Megatron's --fp8-recipe blockwise on Blackwell",
+        )
+
+
 REFUSALS: Final[tuple[Rule, ...]] = (
     _check_fields,
     _check_tensor_parallel,
@@ -378,5 +461,6 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     _check_options,
     _check_states,
     _check_muon,
+    _check_fp8,
 )
 """The checks of a plan, in order."""

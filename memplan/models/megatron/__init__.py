@@ -5,21 +5,25 @@ Read from NVIDIA/Megatron-LM at 6e091e1b68 (May 2026) and Transformer Engine 2.8
 """
 
 from memplan.models.megatron.bert import BertModel
-from memplan.models.megatron.config import TransformerConfig
+from memplan.models.megatron.config import Fp8, TransformerConfig
 from memplan.models.megatron.conversion import configured, gpt_model
 from memplan.models.megatron.experts import MoE, kept_by_dispatcher
+from memplan.models.megatron.fp8 import weight_copies
 from memplan.models.megatron.latent import MLA
-from memplan.models.megatron.model import EXPERTS, WORDS, GPTModel
+from memplan.models.megatron.model import EXPERTS, IN_BF16, WORDS, GPTModel
 
 __all__ = [
     "EXPERTS",
+    "IN_BF16",
     "MLA",
     "WORDS",
     "BertModel",
+    "Fp8",
     "GPTModel",
     "MoE",
     "TransformerConfig",
     "configured",
     "gpt_model",
     "kept_by_dispatcher",
+    "weight_copies",
 ]

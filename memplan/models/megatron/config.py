@@ -2,6 +2,32 @@
 
 from typing import NamedTuple
 
+from memplan.shapes import UINT8, DType
+
+
+class Fp8(NamedTuple):
+    """How Transformer Engine multiplies in 8 bits.
+
+    `recipe`: "delayed", "tensorwise", "blockwise" or "mxfp8"; `transposes`: the device's products of tensors
+    with one scale read both operands by rows; `param_gather`: weights are kept, and gathered, in 8 bits.
+
+    Source: transformer_engine.pytorch.utils:is_non_tn_fp8_gemm_supported.
+    """
+
+    recipe: str = "delayed"
+    transposes: bool = True
+    param_gather: bool = False
+
+    @property
+    def is_per_tensor(self) -> bool:
+        """Whether a tensor has one scale."""
+        return self.recipe in ("delayed", "tensorwise")
+
+    @property
+    def weight_dtype(self) -> DType | None:
+        """The type of weights that are kept in 8 bits; None: the type of the others."""
+        return UINT8 if self.param_gather else None
+
 
 class TransformerConfig(NamedTuple):
     """The fields of `megatron.core.transformer.transformer_config:TransformerConfig` that layers read.
@@ -16,6 +42,8 @@ class TransformerConfig(NamedTuple):
     multi-token prediction. `cross_entropy` is the fused loss ("native" or "te"; empty: none). `ep` ranks have
     different experts, each of which `etp` ranks divide (`expert_model_parallel_size`,
     `expert_tensor_parallel_size`); `moe_use_legacy_grouped_gemm`: their products are those of grouped_gemm.
+    `fp8`: products of layers are in 8 bits, but for those of the first and the last layer with
+    `first_last_layers_bf16`; None: of none.
     """
 
     tp: int = 1
@@ -41,4 +69,6 @@ class TransformerConfig(NamedTuple):
     recompute_modules: frozenset[str] = frozenset()
     recomputes_mtp: bool = False
     vocab_multiple: int = 128
+    fp8: Fp8 | None = None
+    first_last_layers_bf16: bool = False
     release: tuple[int, int] = (0, 18)

@@ -13,10 +13,12 @@ from memplan.shapes import BOOL, FP32, INT64, DType, Parameter, Shape, n_element
 from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor, Workspace
 
 
-def gemm(tape: Tape, name: str, shape: Shape, n_in: int, dtype: DType) -> Tensor:
+def gemm(
+    tape: Tape, name: str, shape: Shape, n_in: int, dtype: DType, kind: ComputeKind = ComputeKind.MM
+) -> Tensor:
     """A new matrix product of this shape, summed over `n_in` features."""
     y = tape.new(name, shape, dtype)
-    tape.computed(ComputeKind.MM, operands_of(shape, n_in), shape, dtype)
+    tape.computed(kind, operands_of(shape, n_in), shape, dtype)
     return y
 
 
@@ -52,9 +54,13 @@ class Norm:
 
         Source: transformer_engine/pytorch/csrc/extensions/normalization.cpp (`layernorm_fwd`, `rmsnorm_fwd`).
         """
-        statistics = ("mean", "rstd") if len(self.parameters) == 2 else ("rstd",)
         y = x.tape.new(name, self.shape, self.dtype)
-        return y, tuple([x.tape.new(one, self.shape[:-1], FP32) for one in statistics])
+        return y, self.statistics(x.tape)
+
+    def statistics(self, tape: Tape) -> Saved:
+        """Each row's mean (LayerNorm only) and 1/std."""
+        names = ("mean", "rstd") if len(self.parameters) == 2 else ("rstd",)
+        return tuple([tape.new(name, self.shape[:-1], FP32) for name in names])
 
     def backward(self, tape: Tape) -> tuple[Tensor, list[Tensor]]:
         """The gradients of x and of the weights.

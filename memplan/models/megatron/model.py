@@ -1,6 +1,6 @@
 """GPTModel over shapes: Megatron's embedding, transformer layer and output layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar, Final
 
@@ -9,6 +9,7 @@ from memplan.models.base import BLOCKS, Decoder, Layers
 from memplan.models.megatron import attention as core
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.experts import MoE, moe_layer
+from memplan.models.megatron.fp8 import norm_column_linear, row_linear
 from memplan.models.megatron.fusions import (
     bias_dropout_add,
     bias_gelu,
@@ -52,6 +53,9 @@ WORDS: Final = "embedding.word_embeddings.weight"
 
 EXPERTS: Final = "layers with experts"
 """The kind of layers that have a mixture of experts; the others are `BLOCKS`."""
+
+IN_BF16: Final = "layers in bfloat16"
+"""The kind of layers without experts whose products are not in 8 bits while those of others are."""
 
 LOSSES: Final = {
     "": vocab_parallel_cross_entropy,
@@ -111,7 +115,8 @@ class GPTModel(Decoder):
     def layers_in(self, blocks: range) -> tuple[Layers, ...]:
         every = [0 if self.moe is None else 1] * self.n_layers
         has_experts = self.moe.layer_freq or every if self.moe else every
-        kinds = [EXPERTS if has_experts[i] else BLOCKS for i in blocks]
+        in_bf16 = {0, self.n_layers - 1} if self.config.first_last_layers_bf16 else set()
+        kinds = [EXPERTS if has_experts[i] else IN_BF16 if i in in_bf16 else BLOCKS for i in blocks]
         return tuple([Layers(kind, len(list(same))) for kind, same in groupby(kinds)])
 
     @property
@@ -187,6 +192,8 @@ class GPTModel(Decoder):
         return x
 
     def block(self, x: Tensor, kind: str) -> Tensor:
+        if kind == IN_BF16:
+            return replace(self, config=self.config._replace(fp8=None)).block(x, BLOCKS)
         with_te = self.config.transformer_impl == "transformer_engine"
         x = self._attention(x, with_te=with_te)
         if kind == EXPERTS and self.moe is not None:
@@ -197,6 +204,8 @@ class GPTModel(Decoder):
         self, x: Tensor, norm_name: str, name: str, n_out: int, *, bias: bool, with_te: bool
     ) -> Tensor:
         """The norm and the product by columns after it."""
+        if self.config.fp8 is not None:
+            return norm_column_linear(x, name, n_out, self.config, self.config.fp8, bias=bias)
         if with_te:
             return te_norm_column_linear(x, name, n_out, self.config, bias=bias)
         h = norm(x, norm_name, self.config)
@@ -205,9 +214,18 @@ class GPTModel(Decoder):
         return column_linear(h, weight, name, self.config, bias=of_bias)
 
     def _row(self, x: Tensor, name: str) -> tuple[Tensor, Parameter | None]:
-        """The product by rows, and its bias, which the caller adds."""
-        y = row_parallel_linear(x, name, self.d_model, self.config)
+        """The attention's product by rows, and its bias, which the caller adds."""
+        y = self._row_linear(x, name, save_original_input=True)
         return y, x.tape.parameter(f"{name}.bias", (self.d_model,)) if self.add_bias_linear else None
+
+    def _row_linear(self, x: Tensor, name: str, *, save_original_input: bool = False) -> Tensor:
+        """The product by rows; in 8 bits it saves x itself where attention saves it anyway.
+
+        Source: megatron.core.transformer.attention:Attention.__init__ (`set_save_original_input`).
+        """
+        if (fp8 := self.config.fp8) is None:
+            return row_parallel_linear(x, name, self.d_model, self.config)
+        return row_linear(x, name, self.d_model, self.config, fp8, save_original_input=save_original_input)
 
     def _latent_attention(self, x: Tensor, mla: MLA) -> Tensor:
         n_heads, config, tape = self.heads.n, self.config, x.tape
@@ -278,7 +296,7 @@ class GPTModel(Decoder):
             h = self._column(x, "pre_mlp_layernorm", name, n_out, bias=False, with_te=with_te)
             of_fc1 = tape.parameter(f"{name}.bias", (n_out,)) if self.add_bias_linear else None
             h = (bias_swiglu if self.swiglu else bias_gelu)(h, of_fc1)
-            return row_parallel_linear(h, "mlp.linear_fc2", self.d_model, self.config)
+            return self._row_linear(h, "mlp.linear_fc2")
 
         y = tape.recomputed(mlp, x) if "mlp" in self.config.recompute_modules else mlp(x)
         return bias_dropout_add(y, bias, x, self.dropout)
