@@ -51,7 +51,7 @@ from validate.launch import dump_events, run_case
 from validate.machine import Budget, machine_budget, read_bytes
 from validate.outputs import begins_with, check_folder, check_new_folder, output_files
 from validate.progress import progress
-from validate.published import megatron_ci, megatron_times, memory
+from validate.published import bigscience, megatron_ci, megatron_times, memory
 from validate.records import Record, RecordFile, RecordLines, merged, open_records, read_records
 from validate.requests import n_equal, record_requests
 from validate.shipped import found_files
@@ -592,7 +592,8 @@ def compare_published(file: Path | None, as_json: bool, engine: str) -> None:
     """Compare published measurements of GPU memory with memplan's predictions; nothing is run.
 
     FILE has the columns of data/published/memory.csv, which comes with memplan and is read if it is left out;
-    with --engine megatron, the rows of megatron_ci.jsonl there, and the seconds of megatron_times.csv.
+    with --engine megatron, the rows of megatron_ci.jsonl there, the seconds of megatron_times.csv,
+    and BigScience's runs of bigscience.csv.
     """
     if engine == "megatron":
         found = [megatron_ci.scored(row) for row in megatron_ci.read_rows(file or megatron_ci.ROWS)]
@@ -603,6 +604,7 @@ def compare_published(file: Path | None, as_json: bool, engine: str) -> None:
         if file is None:
             timed = map(megatron_times.timed, megatron_times.kept_back())
             click.echo(f"\n{megatron_times.table(timed)}")
+            click.echo(f"\n{bigscience.table(list(map(bigscience.scored, bigscience.read_rows())))}")
         return
     rows = [memory.compared(row) for row in memory.read_rows(file or memory.ROWS)]
     if as_json:
