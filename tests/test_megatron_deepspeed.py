@@ -179,6 +179,11 @@ def test_what_has_no_rule_is_refused_by_name(options, said):
         small(**options)
 
 
+def test_arguments_of_megatron_deepspeed_need_it():
+    with pytest.raises(MissingRule, match="--zero-stage is an argument of Megatron-DeepSpeed"):
+        read(BLOOM.replace("--deepspeed ", ""), "megatron")
+
+
 @pytest.mark.parametrize(
     "more, said",
     [

@@ -42,6 +42,12 @@ IN_FP32: Final = ("attention-softmax-in-fp32", "apply-query-key-layer-scaling")
 FLAG_WORDS: Final = {"true": True, "false": False}
 """The values of a flag in a YAML file."""
 
+OF_DEEPSPEED: Final = (
+    *("zero-stage", "checkpoint-activations", "checkpoint-num-layers", "pp-partition-method"),
+    *("embed-layernorm", "pad-vocab-size-to"),
+)
+"""The arguments that Megatron-DeepSpeed of 2022 has, and Megatron-Core has not."""
+
 READ: Final = frozenset(
     [
         "num-layers",
@@ -141,12 +147,7 @@ READ: Final = frozenset(
         "recompute-modules",
         "pipeline-model-parallel-layout",
         "deepspeed",
-        "zero-stage",
-        "checkpoint-activations",
-        "checkpoint-num-layers",
-        "pp-partition-method",
-        "embed-layernorm",
-        "pad-vocab-size-to",
+        *OF_DEEPSPEED,
     ]
 )
 """The arguments that are read."""
@@ -328,6 +329,12 @@ class Arguments:
     ) -> None:
         self.given, self.environment = given, environment
         self.is_bert = script == BERT_SCRIPT or self.flag("bert-no-binary-head")
+        alone = [name for name in OF_DEEPSPEED if name in given and not self.flag("deepspeed")]
+        for name in alone:
+            raise MissingRule(
+                f"--{name} is an argument of Megatron-DeepSpeed; add --deepspeed, or leave it out.",
+                kind=f"Megatron's --{name}",
+            )
         for name in given:
             known = name in READ or name.startswith(HARMLESS)
             if not known and self.flag(name) and self._value(name) not in AT.get(name, ()):
@@ -512,6 +519,7 @@ class Arguments:
     def _plan(self) -> dict[str, Any]:
         precision = "bf16-mixed" if self.flag("bf16") else "fp16-mixed" if self.flag("fp16") else "fp32"
         optimizer = self.one_of("optimizer", "adam", "muon")
+        zero = int(self.flag("use-distributed-optimizer"))
         return {
             **({} if optimizer == "adam" else {"optimizer": optimizer}),
             "tp": self.tp,
@@ -519,7 +527,7 @@ class Arguments:
             "cp": self.count("context-parallel-size", 1),
             "ep": self.count("expert-model-parallel-size", 1),
             "etp": self.count("expert-tensor-parallel-size", self.tp) if self.flag("num-experts") else 1,
-            "zero": self.count("zero-stage", int(self.flag("use-distributed-optimizer"))),
+            "zero": self.count("zero-stage", 1) if self.flag("deepspeed") else zero,
             "sequence_parallel": self.flag("sequence-parallel") and self.tp > 1,
             "micro_batch": self.count("micro-batch-size"),
             "global_batch": self.count("global-batch-size", 0) or None,
