@@ -831,6 +831,7 @@ def estimate(
             ddp_bucket_size: elements of its buckets; None: 40 million, or a million for each rank of dp.
             cross_entropy_loss_fusion: the loss by fused kernels.
             cross_entropy_fusion_impl: whose: "native", Megatron's, or "te", Transformer Engine's.
+            megatron_deepspeed: BigScience's Megatron-DeepSpeed of early 2022 and DeepSpeed's optimizers.
             create_attention_mask_in_dataloader: each micro-batch comes with a mask of booleans.
             deterministic_mode: only operations whose results do not vary.
             make_vocab_size_divisible_by: the vocabulary is padded to a multiple of this times tp.

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import memplan
 from memplan import launchers
 from memplan.device import H100
-from memplan.engines.deepspeed.flat import Partitions, calls_of, slots_of
 from memplan.engines.deepspeed.stage import DeepSpeedStage
+from memplan.engines.flat import Partitions, calls_of, slots_of
 from memplan.engines.options import plan_of
 from memplan.errors import MemplanError, MissingRule
 from memplan.estimate import rank_estimate

@@ -51,7 +51,7 @@ from validate.launch import dump_events, run_case
 from validate.machine import Budget, machine_budget, read_bytes
 from validate.outputs import begins_with, check_folder, check_new_folder, output_files
 from validate.progress import progress
-from validate.published import megatron_ci, megatron_times, memory, nemo_times
+from validate.published import bigscience, megatron_ci, megatron_times, memory, nemo_times
 from validate.records import Record, RecordFile, RecordLines, merged, open_records, read_records
 from validate.requests import n_equal, record_requests
 from validate.shipped import found_files
@@ -584,7 +584,7 @@ def rejudge(files: tuple[Path, ...], out: Path) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each row.")
 @click.option(
     "--engine",
-    type=click.Choice(("torch", "megatron")),
+    type=click.Choice(("torch", "megatron", "megatron-deepspeed")),
     default="torch",
     help="Whose runs; torch: PyTorch's.",
 )
@@ -593,8 +593,11 @@ def compare_published(file: Path | None, as_json: bool, engine: str) -> None:
 
     FILE has the columns of data/published/memory.csv, which comes with memplan and is read if it is left out;
     with --engine megatron, the rows of megatron_ci.jsonl there, and the seconds of megatron_times.csv and
-    nemo_times.csv.
+    nemo_times.csv; with megatron-deepspeed, BigScience's runs of bigscience.csv.
     """
+    if engine == "megatron-deepspeed":
+        click.echo(bigscience.table(list(map(bigscience.scored, bigscience.read_rows()))))
+        return
     if engine == "megatron":
         found = [megatron_ci.scored(row) for row in megatron_ci.read_rows(file or megatron_ci.ROWS)]
         if as_json:

@@ -85,6 +85,7 @@ class EngineOptions(TypedDict, total=False):
     ddp_bucket_size: int | None
     cross_entropy_loss_fusion: bool
     cross_entropy_fusion_impl: Literal["native", "te"]
+    megatron_deepspeed: bool
     create_attention_mask_in_dataloader: bool
     deterministic_mode: bool
     make_vocab_size_divisible_by: int

@@ -42,6 +42,12 @@ IN_FP32: Final = ("attention-softmax-in-fp32", "apply-query-key-layer-scaling")
 FLAG_WORDS: Final = {"true": True, "false": False}
 """The values of a flag in a YAML file."""
 
+OF_DEEPSPEED: Final = (
+    *("zero-stage", "checkpoint-activations", "checkpoint-num-layers", "pp-partition-method"),
+    *("embed-layernorm", "pad-vocab-size-to"),
+)
+"""The arguments that Megatron-DeepSpeed of 2022 has, and Megatron-Core has not."""
+
 READ: Final = frozenset(
     [
         "num-layers",
@@ -145,6 +151,8 @@ READ: Final = frozenset(
         "recompute-num-layers",
         "recompute-modules",
         "pipeline-model-parallel-layout",
+        "deepspeed",
+        *OF_DEEPSPEED,
     ]
 )
 """The arguments that are read."""
@@ -203,11 +211,12 @@ HARMLESS: Final = (
     ),
     *("rotary-scaling-factor", "mscale", "original-max-position-embeddings", "mtp-loss-scaling-factor"),
     *("fp8-margin", "fp8-interval", "fp8-amax-compute-algo"),
+    *("deepspeed-activation-checkpointing", "deepspeed_config", "abort-on-unmet-fused-kernel-constraints"),
     *("no-persist-layer-norm", "use-flash-attn", "accumulate-allreduce-grads-in-fp32"),
 )
 """How the names of arguments begin that change no byte of a step."""
 
-POSITIONS: Final = ("learned_absolute", "rope", "none")
+POSITIONS: Final = ("learned_absolute", "rope", "none", "alibi")
 """The position embeddings that have rules, Megatron's default first."""
 
 DISPATCHERS: Final = ("allgather", "alltoall")
@@ -239,6 +248,11 @@ class Megatron(Launcher):
     def limits(self, job: Job) -> Iterator[Limit]:
         if job.estimate.device.on_cpu:
             yield Limit("device='cpu': Megatron is told of GPUs here", {"device": None})
+        if not_usual(job.estimate.plan).get("megatron_deepspeed"):
+            yield Limit(
+                "megatron_deepspeed=True: these are Megatron-LM's arguments of today",
+                {"megatron_deepspeed": False},
+            )
 
     def notes(self, job: Job) -> Iterator[str]:
         yield (
@@ -323,6 +337,12 @@ class Arguments:
     ) -> None:
         self.given, self.environment = given, environment
         self.is_bert = script == BERT_SCRIPT or self.flag("bert-no-binary-head")
+        alone = [name for name in OF_DEEPSPEED if name in given and not self.flag("deepspeed")]
+        for name in alone:
+            raise MissingRule(
+                f"--{name} is an argument of Megatron-DeepSpeed; add --deepspeed, or leave it out.",
+                kind=f"Megatron's --{name}",
+            )
         for name in given:
             known = name in READ or name.startswith(HARMLESS)
             if not known and self.flag(name) and self._value(name) not in AT.get(name, ()):
@@ -422,7 +442,8 @@ class Arguments:
             n_kv_heads=self.count("num-query-groups", 1) if grouped else n_heads,
             d_head=mla.width if mla else self.count("kv-channels", hidden // n_heads),
             d_ff=self.ffn_hidden_size,
-            vocab_size=self.count("vocab-size"),
+            vocab_size=self.count("pad-vocab-size-to", self.count("vocab-size", 0))
+            or self.count("vocab-size"),
             tied_head=not self.flag("untie-embeddings-and-output-weights"),
             dropout=hidden_dropout,
             attention_dropout=self.number("attention-dropout", 0.1),
@@ -431,6 +452,7 @@ class Arguments:
             add_bias_linear=not self.flag("disable-bias-linear"),
             add_qkv_bias=self.flag("add-qkv-bias"),
             position_embedding_type=self.one_of("position-embedding-type", *POSITIONS),
+            embed_layernorm=self.flag("embed-layernorm"),
             rotary_percent=self.number("rotary-percent", 1.0),
             rope_fusion=not self.flag("no-rope-fusion"),
             qk_layernorm=self.flag("qk-layernorm"),
@@ -505,6 +527,7 @@ class Arguments:
     def _plan(self) -> dict[str, Any]:
         precision = "bf16-mixed" if self.flag("bf16") else "fp16-mixed" if self.flag("fp16") else "fp32"
         optimizer = self.one_of("optimizer", "adam", "muon")
+        zero = int(self.flag("use-distributed-optimizer"))
         return {
             **({} if optimizer == "adam" else {"optimizer": optimizer}),
             "tp": self.tp,
@@ -512,7 +535,7 @@ class Arguments:
             "cp": self.count("context-parallel-size", 1),
             "ep": self.count("expert-model-parallel-size", 1),
             "etp": self.count("expert-tensor-parallel-size", self.tp) if self.flag("num-experts") else 1,
-            "zero": int(self.flag("use-distributed-optimizer")),
+            "zero": self.count("zero-stage", 1) if self.flag("deepspeed") else zero,
             "sequence_parallel": self.flag("sequence-parallel") and self.tp > 1,
             "micro_batch": self.count("micro-batch-size"),
             "global_batch": self.count("global-batch-size", 0) or None,
@@ -558,6 +581,9 @@ class Arguments:
         ):
             if self.flag(f"no-{name}"):
                 found[name.replace("-", "_")] = False
+        if self.flag("deepspeed"):
+            found |= {"megatron_deepspeed": True, "transformer_impl": "local"}
+            found["gradient_accumulation_fusion"] = False
         if any(self.flag(name) for name in IN_FP32):
             found["attention_softmax_in_fp32"] = True
         if self.flag("spec") and self.one_of("spec", "local"):
@@ -598,6 +624,8 @@ class Arguments:
             if virtual > 1:
                 found |= {"virtual_stages": virtual, "schedule": "interleaved-1f1b"}
         n_stages = pp * max(virtual, 1)
+        if self.flag("deepspeed"):
+            found["layers_per_stage"] = self._by_deepspeed(layers, pp)
         if any(ends):
             found["layers_per_stage"] = self._with_ends(layers, n_stages, *ends)
         if first or last:
@@ -628,6 +656,30 @@ class Arguments:
             )
         return tuple([stage.count("t") for stage in stages])
 
+    def _by_deepspeed(self, layers: int, pp: int) -> tuple[int, ...]:
+        """The layers of each stage as DeepSpeed's PipelineModule deals them out: the last one gets the rest.
+
+        Source: deepspeed/runtime/utils.py (`partition_balanced`).
+        """
+        by_layers, by_both = "type:transformer", "type:transformer|embedding"
+        method = str(self.given.get("pp-partition-method", by_layers)).strip("'\"")
+        if method not in (by_layers, by_both):
+            raise MissingRule(
+                f"--pp-partition-method {shown_value(method)} has no rule; use {by_layers} or '{by_both}'."
+            )
+        ends = method == by_both
+        total = layers + 2 * ends
+        each = -(-total // pp)
+        found = [max(0, min(each, total - i * each)) for i in range(pp)]
+        found[0], found[-1] = found[0] - ends, found[-1] - ends
+        if min(found) < 1:
+            raise PlanRefused(
+                f"DeepSpeed deals {layers} layers out as {found}, and breaks on a stage without one; use "
+                "another --num-layers.",
+                kind="a stage of DeepSpeed's pipeline without layers",
+            )
+        return tuple(found)
+
     def _with_ends(self, layers: int, n_stages: int, embedding: bool, loss: bool) -> tuple[int, ...]:
         """The layers of each stage where the embedding and the loss count as one layer each."""
         total = layers + embedding + loss
@@ -652,6 +704,10 @@ class Arguments:
         return tuple([n // virtual for n in of_rank] * virtual)
 
     def _recomputation(self) -> dict[str, Any]:
+        if self.flag("checkpoint-activations"):
+            if self.count("checkpoint-num-layers", 1) > 1:
+                raise MissingRule("--checkpoint-num-layers has no rule beyond 1; leave it out.")
+            return {"recompute": "full"}
         if "recompute-granularity" not in self.given:
             return {}
         if self.one_of("recompute-granularity", "full", "selective") == "selective":
@@ -674,7 +730,8 @@ class Arguments:
     @property
     def notes(self) -> list[str]:
         """What is taken for granted."""
-        return []
+        unread = "--deepspeed_config is not read: its stage is --zero-stage, its buckets DeepSpeed's usual."
+        return [unread] if self.flag("deepspeed") else []
 
 
 MEGATRON: Final = Megatron()

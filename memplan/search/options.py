@@ -103,6 +103,7 @@ class PlanOptions(TypedDict, total=False):
     ddp_bucket_size: int | Iterable[int | None] | None
     cross_entropy_loss_fusion: bool | Iterable[bool]
     cross_entropy_fusion_impl: str | Iterable[str]
+    megatron_deepspeed: bool | Iterable[bool]
     create_attention_mask_in_dataloader: bool | Iterable[bool]
     deterministic_mode: bool | Iterable[bool]
     make_vocab_size_divisible_by: int | Iterable[int]

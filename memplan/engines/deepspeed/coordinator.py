@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Final, NamedTuple, final
 
-from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.options import DeepSpeedOptions
 from memplan.engines.deepspeed.zero_optimizer import host_copy
+from memplan.engines.flat import Slot
 from memplan.engines.module_calls import Containers, Part, called
 from memplan.record import COMPUTE, Collective, Event, ModuleHook, RecordEvent, WaitStream, allocs, frees
 from memplan.shapes import Buffer, DType, buffer_of

@@ -5,11 +5,11 @@ from typing import final
 
 from memplan.device import Device
 from memplan.engines.base import Confirmation, Engine, RankRecord
-from memplan.engines.deepspeed.flat import Partitions, slots_of
 from memplan.engines.deepspeed.options import DeepSpeedOptions, deepspeed_options
 from memplan.engines.deepspeed.refusals import REFUSALS
 from memplan.engines.deepspeed.runtime import DeepSpeedEngine
 from memplan.engines.deepspeed.stage import DeepSpeedStage
+from memplan.engines.flat import Partitions, slots_of
 from memplan.hardware import gpu
 from memplan.models import Model
 from memplan.plan import Plan, Rank

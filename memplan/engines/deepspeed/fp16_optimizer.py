@@ -6,9 +6,9 @@ Source: `deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer`, which bfloat16 
 from collections.abc import Iterator, Sequence
 from typing import Final, final
 
-from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, stepped
+from memplan.engines.flat import Slot
 from memplan.record import Event, Stretch, allocs, events, frees
 from memplan.shapes import FP32, buffer_of
 

@@ -9,12 +9,12 @@ from functools import partial
 
 from memplan.engines.base import RankRecord
 from memplan.engines.deepspeed.coordinator import ModuleHooks, PartitionedParameterCoordinator
-from memplan.engines.deepspeed.flat import Slot, slots_of
 from memplan.engines.deepspeed.fp16_optimizer import FP16Optimizer
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.stage3 import Stage3Optimizer
 from memplan.engines.deepspeed.stage_1_and_2 import DeepSpeedZeroOptimizer
 from memplan.engines.deepspeed.zero_optimizer import UPDATE_NAME, Optimizer
+from memplan.engines.flat import Slot, slots_of
 from memplan.engines.module_calls import Part, recorded_order
 from memplan.engines.stage import trained
 from memplan.models import TracedModel

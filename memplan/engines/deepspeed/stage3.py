@@ -9,7 +9,6 @@ from typing import Final, final
 
 from memplan.engines.base import HostRecord
 from memplan.engines.deepspeed.coordinator import IN_ORDER, PartitionedParameterCoordinator
-from memplan.engines.deepspeed.flat import Slot
 from memplan.engines.deepspeed.options import overlaps
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.zero_optimizer import (
@@ -22,6 +21,7 @@ from memplan.engines.deepspeed.zero_optimizer import (
     norms_of,
     stepped,
 )
+from memplan.engines.flat import Slot
 from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
 from memplan.shapes import BOOL, FP32, FP64, Buffer, buffer_of
 

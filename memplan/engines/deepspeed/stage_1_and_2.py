@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Final, final
 
 from memplan.engines.base import HostRecord
-from memplan.engines.deepspeed.flat import Partitions, Slot
 from memplan.engines.deepspeed.options import overlaps
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.zero_optimizer import (
@@ -20,6 +19,7 @@ from memplan.engines.deepspeed.zero_optimizer import (
     norms_of,
     stepped,
 )
+from memplan.engines.flat import Partitions, Slot
 from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
 from memplan.shapes import FP32, FP64, UINT8, Buffer, buffer_of
 

@@ -58,7 +58,8 @@ def data_parallelism(plan: Plan, elements: Any) -> DataParallelism:
     types = state_types(dtype, plan.optimizer, options)
     weight_bytes = 1 if options.fp8_param_gather else dtype.itemsize
     weights, grads = elements * weight_bytes, elements * types.grads.itemsize
-    own = np.where(plan.zero == 1, 1 / np.maximum(n, plan.efsdp), 1.0)
+    shards = (plan.zero == 1) | options.megatron_deepspeed
+    own = np.where(shards, 1 / np.maximum(n, plan.efsdp), 1.0)
     of_optimizer = [types.main, *types.moments.values()]
     kept = elements * own * sum([one.itemsize for one in of_optimizer if one is not None])
     part = (n - 1) / n * (plan.ep == 1)

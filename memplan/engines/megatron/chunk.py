@@ -1,7 +1,7 @@
 """A model chunk of one rank: the passes of a micro-batch, as Megatron's schedules call them."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from memplan.device import Device
@@ -265,21 +265,29 @@ class ModelChunk:
         Source: megatron.core.distributed.distributed_data_parallel,
         DistributedDataParallel._make_backward_post_hook.
         """
+        return self._backward(added_to_older)
+
+    @cached_property
+    def first_backward(self) -> Stretch:
+        """The backward pass where no gradient is there yet: each new one stays, as a weight's `grad`."""
+        return self._backward(lambda segment: segment.events)
+
+    def _backward(self, played: Callable[[Segment], tuple[Event, ...]]) -> Stretch:
         trace = self.trace
         return chain(
             "backward",
-            events("backward: loss and head", added_to_older(trace.head_backward)),
-            *self._layers_backward(),
-            events("backward: embedding", added_to_older(trace.embed_backward)),
+            events("backward: loss and head", played(trace.head_backward)),
+            *self._layers_backward(played),
+            events("backward: embedding", played(trace.embed_backward)),
             *[trace.end_of_backward.stretch("backward: end"), trace.release_loss.stretch("backward: loss")]
             * self.last,
             events("backward: end of the batch", frees(*self.kept_batch)),
         )
 
-    def _layers_backward(self) -> Iterator[Stretch]:
+    def _layers_backward(self, played: Callable[[Segment], tuple[Event, ...]]) -> Iterator[Stretch]:
         outside = not self.last
         for segment, n in backward_order(self.blocks):
-            body: Sequence[Event] = added_to_older(segment)
+            body: Sequence[Event] = played(segment)
             if outside:
                 body = from_outside(body, self.trace.boundary_grad)
             yield repeated(events("backward: layer", body), n)

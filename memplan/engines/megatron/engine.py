@@ -22,6 +22,7 @@ from memplan.engines.megatron.buffers import (
     state_types,
 )
 from memplan.engines.megatron.chunk import ModelChunk, transformer_config
+from memplan.engines.megatron.deepspeed import DeepSpeedRank
 from memplan.engines.megatron.muon import orthogonalizing, ping_pong, shard_aligned
 from memplan.engines.megatron.options import OLD_CONTAINER, MegatronOptions, divides_by_size, megatron_options
 from memplan.engines.megatron.overlap import (
@@ -518,6 +519,13 @@ class MegatronEngine(Engine):
         return "unconfirmed"
 
     def notes(self, model: Model, plan: Plan) -> Iterator[str]:
+        if megatron_options(plan).megatron_deepspeed:
+            yield (
+                "Bytes of Megatron-DeepSpeed are compared with what nvidia-smi showed of BLOOM's 93 trials "
+                "(validate published --engine megatron). Weights are gathered part by part, as with "
+                "CUDA_LAUNCH_BLOCKING=1; else all parts may be there at once."
+            )
+            return
         yield (
             "Bytes of Megatron-Core are compared with what NVIDIA published of its own tests on H100 and "
             "A100 (validate published --engine megatron); its times are compared with no run. The interval's "
@@ -544,6 +552,9 @@ class MegatronEngine(Engine):
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         known: dict[_Ends, ModelChunk] = {}
         for pp_rank in range(plan.pp):
+            if megatron_options(plan).megatron_deepspeed:
+                yield DeepSpeedRank(model, plan, Rank(pp=pp_rank), device).record
+                continue
             rank = MegatronRank(model, plan, Rank(pp=pp_rank, cp=plan.cp - 1), device, known)
             if fullest := rank.fullest:
                 rank = MegatronRank(model, plan, replace(rank.rank, dp=fullest), device, known)
@@ -552,6 +563,8 @@ class MegatronEngine(Engine):
     def play_rank(
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None = None
     ) -> RankRecord:
+        if megatron_options(plan).megatron_deepspeed:
+            return DeepSpeedRank(model, plan, rank, device).record
         return MegatronRank(model, plan, rank, device, {}).record
 
     def built(self, model: Model) -> Model:

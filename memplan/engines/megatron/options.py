@@ -181,6 +181,14 @@ class MegatronOptions:
             "Whose fused loss: Megatron's or Transformer Engine's", choices=CROSS_ENTROPY_IMPLS, word="ce"
         ),
     )
+    megatron_deepspeed: bool = described(
+        False,
+        Flag(
+            "BigScience's Megatron-DeepSpeed of early 2022: DeepSpeed's pipeline and ZeRO-1, or, without "
+            "ZeRO under bf16, its BF16_Optimizer",
+            word="megatron-deepspeed",
+        ),
+    )
     create_attention_mask_in_dataloader: bool = described(
         True, Flag("Each micro-batch comes with an attention mask of booleans", word="mask")
     )

@@ -1,5 +1,6 @@
 """What the Megatron engine refuses: what Megatron's own checks refuse, and what has no rule yet."""
 
+from dataclasses import fields
 from math import prod
 from typing import Any, Final
 
@@ -9,6 +10,7 @@ from memplan.engines.megatron.chunk import PARAMS_DTYPES
 from memplan.engines.megatron.options import (
     OLD_CONTAINER,
     RECOMPUTE_MODULES,
+    MegatronOptions,
     divides_by_size,
     megatron_options,
 )
@@ -31,6 +33,19 @@ SUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 
 MULTIPLES: Final = {"blockwise": (128, 128), "mxfp8": (32, 32)}
 """Of what tokens and features must be multiples under a recipe, so that their gathers are in 8 bits."""
+
+
+OF_DEEPSPEED: Final = (
+    *("megatron_deepspeed", "transformer_impl", "gradient_accumulation_fusion"),
+    *("make_vocab_size_divisible_by",),
+)
+"""The options that Megatron-DeepSpeed has rules for."""
+
+DEEPSPEED_OPTIMIZERS: Final = ((1, "fp16-mixed"), (1, "bf16-mixed"), (0, "bf16-mixed"))
+"""The ZeRO stages and precisions of DeepSpeed's optimizers under its pipeline."""
+
+FUSED_SOFTMAX: Final = 2048
+"""The longest rows of scores that Megatron's fused softmax took in 2022."""
 
 
 def _check_fields(model: Model, plan: Plan) -> None:
@@ -446,6 +461,73 @@ def check_fp8_device(plan: Plan, device: Device) -> None:
         )
 
 
+def _check_megatron_deepspeed(model: Model, plan: Plan) -> None:
+    """Raise for what Megatron-DeepSpeed refuses or has no rule for, and for what only that has.
+
+    Source: megatron/model/fused_softmax.py (`is_kernel_available`) of bigscience-workshop/Megatron-DeepSpeed.
+    """
+    own, asked = gpt_model(model), not_usual_options(plan)
+    if not megatron_options(plan).megatron_deepspeed:
+        if own.position_embedding_type == "alibi" or own.embed_layernorm:
+            raise MissingRule(
+                "alibi and embed_layernorm have rules under megatron_deepspeed=True only; use it too.",
+                kind="options that the engine has no rule for",
+            )
+        return
+    heads = plan.micro_batch * own.n_heads // plan.tp
+    wrong = own.swiglu or own.normalization != "LayerNorm" or own.qk_layernorm or not own.add_bias_linear
+    others = own.moe or own.mla or own.mtp_num_layers or own.sees_all
+    without_rule = (
+        (asked.get("transformer_impl") != "local", "transformer_impl='transformer_engine'", "'local'"),
+        (
+            "gradient_accumulation_fusion" not in asked,
+            "gradient_accumulation_fusion=True",
+            "gradient_accumulation_fusion=False",
+        ),
+        *[(name not in OF_DEEPSPEED, f"{name}={value!r}", "its default") for name, value in asked.items()],
+        (plan.recompute != "full" or plan.recompute_blocks is not None, "layers that are kept", "'full'"),
+        (plan.virtual_stages > 1, f"virtual_stages={plan.virtual_stages}", "1"),
+        (plan.sequence_parallel, "sequence_parallel=True", "False"),
+        (plan.cp > 1, f"cp={plan.cp}", "1"),
+        (plan.optimizer == "muon", "optimizer='muon'", "'adamw'"),
+        (
+            (plan.zero, plan.precision) not in DEEPSPEED_OPTIMIZERS,
+            f"zero={plan.zero} in {plan.precision!r}",
+            "zero=1, or zero=0 in 'bf16-mixed', which is BF16_Optimizer",
+        ),
+        (
+            plan.layers_per_stage is None and bool(own.n_layers % plan.pp),
+            f"{own.n_layers} layers on {plan.pp} stages",
+            "layers_per_stage, as DeepSpeed's log shows it",
+        ),
+        (bool(wrong or others), f"model={model.name!r}", "LayerNorm, GELU, biases and plain layers"),
+        (not own.tied_head, "an output layer of its own", "a tied one"),
+        (
+            own.position_embedding_type not in ("alibi", "learned_absolute"),
+            f"position_embedding_type={own.position_embedding_type!r}",
+            "'alibi' or 'learned_absolute'",
+        ),
+        (
+            bool(heads % 4) or plan.seq_len > FUSED_SOFTMAX,
+            f"{heads} rows of {plan.seq_len} scores, which its fused softmax does not take",
+            f"a multiple of 4 rows of at most {FUSED_SOFTMAX}",
+        ),
+    )
+    for applies, what, instead in without_rule:
+        if applies:
+            raise MissingRule(
+                f"{what} has no rule under megatron_deepspeed=True; use {instead}.",
+                kind="options that Megatron-DeepSpeed has no rule for",
+            )
+
+
+def not_usual_options(plan: Plan) -> dict[str, Any]:
+    """The options of a plan that differ from their defaults."""
+    options, usual = megatron_options(plan), MegatronOptions()
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    return {name: value for name, value in values.items() if value != getattr(usual, name)}
+
+
 REFUSALS: Final[tuple[Rule, ...]] = (
     _check_fields,
     _check_tensor_parallel,
@@ -462,5 +544,6 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     _check_states,
     _check_muon,
     _check_fp8,
+    _check_megatron_deepspeed,
 )
 """The checks of a plan, in order."""

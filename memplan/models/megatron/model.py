@@ -72,7 +72,8 @@ DEFAULT_CONFIG: Final = TransformerConfig()
 class GPTModel(Decoder):
     """A GPT as Megatron's arguments describe it, and how its layers are configured on one rank.
 
-    `vocab_size` is what Megatron pads; `position_embedding_type` is "learned_absolute", "rope" or "none".
+    `vocab_size` is what Megatron pads; `position_embedding_type` is "learned_absolute", "rope" or "none", and
+    in Megatron-DeepSpeed "alibi"; `embed_layernorm`: there the embeddings are normed.
 
     Source: megatron.core.models.gpt.gpt_model:GPTModel.
     """
@@ -94,6 +95,7 @@ class GPTModel(Decoder):
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     position_embedding_type: str = "learned_absolute"
+    embed_layernorm: bool = False
     rotary_percent: float = 1.0
     rope_fusion: bool = True
     qk_layernorm: bool = False
@@ -177,6 +179,8 @@ class GPTModel(Decoder):
         tape, config = tokens.tape, self.config
         table = tape.parameter(WORDS, (self.padded_vocab_size // config.tp, self.d_model))
         x = vocab_parallel_embedding(tokens, table, config)
+        if self.embed_layernorm:
+            x = norm(x, "embedding.word_embeddings.norm", config)
         if self.position_embedding_type == "learned_absolute":
             positions = tape.parameter(
                 "embedding.position_embeddings.weight", (self.max_seq_len, self.d_model)
