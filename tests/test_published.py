@@ -56,7 +56,7 @@ COMPILED_ROWS: list[tuple[str, float]] = [
 
 @pytest.fixture(scope="module")
 def printed():
-    return CliRunner().invoke(main, ["published", str(ROOT / ROWS)])
+    return CliRunner().invoke(main, ["published"])
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ memplan has no rule for (compiled blocks, float8) is predicted all the same, and
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -224,8 +225,15 @@ def compared(row: Row) -> Compared:
     Raises:
         MemplanError: a row that is no plan: with its number.
     """
-    try:
+    with named_row(row):
         return _compared(row)
+
+
+@contextmanager
+def named_row(row: Row) -> Iterator[None]:
+    """A block whose errors begin with the row's number."""
+    try:
+        yield
     except MemplanError as error:
         raise type(error)(f"row {shown_value(row['row_id'])}: {error}") from None
     except (ValueError, OverflowError) as error:
@@ -246,10 +254,10 @@ def comparable_estimate(row: Row) -> Estimate:
     model = MODELS[row["model"]]
     code = None if by_litgpt(row) else IMPLEMENTATION
     found = estimate(model, implementation=code, cluster=_cluster(row), **_plan(row))
-    return replace(found, time_model=Measured(flash_2=True))
+    return replace(found, time_model=Measured(flash=2))
 
 
-def _published_s(row: Row, e: Estimate) -> float | None:
+def published_s(row: Row, e: Estimate) -> float | None:
     """Seconds of a step: its tokens over the published rate of all GPUs."""
     rate = row["tokens_per_s_per_gpu"]
     if not rate or e.cluster is None:
@@ -275,7 +283,7 @@ def _compared(row: Row) -> Compared:
         predicted_bytes=_held_bytes(row, e),
         verdict=e.verdict,
         nogpu_bytes=_nogpu_bytes(row),
-        published_s=_published_s(row, e),
+        published_s=published_s(row, e),
         predicted_s=e.step_s,
     )
 
@@ -389,7 +397,7 @@ def table(rows: Sequence[Compared]) -> str:
     for source in sources:
         its = [c for c in rows if c.source == source]
         parts += [_memory(source, its), _verdicts(source, its)]
-    parts += [_times(rows), _reasons(rows), _summary(rows)]
+    parts += [times_table(rows), reasons_table(rows), _summary(rows)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -419,7 +427,7 @@ def _verdicts(source: str, rows: Iterable[Compared]) -> str:
     return f"{source}: ran or not\n{text_table(cells, '<<<<<', flexible=[1])}" if len(cells) > 1 else ""
 
 
-def _times(rows: Iterable[Compared]) -> str:
+def times_table(rows: Iterable[Compared]) -> str:
     """Seconds of a step beside published ones: for each source, GPU and what else its rows did."""
     groups: dict[tuple[str, str, str], list[Compared]] = {}
     for c in rows:
@@ -438,7 +446,8 @@ def _order(rows: Sequence[Compared]) -> str:
     return order_text([(c.predicted_s, c.published_s) for c in rows])
 
 
-def _reasons(rows: Iterable[Compared]) -> str:
+def reasons_table(rows: Iterable[Compared]) -> str:
+    """How many rows of each source are not predicted, and why."""
     counts = Counter((c.source, c.reason) for c in rows if c.reason)
     cells = [("not predicted", "rows", "because of")]
     cells += [(source, str(n), reason) for (source, reason), n in counts.items()]
