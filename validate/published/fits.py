@@ -10,7 +10,7 @@ from memplan.estimate import Estimate, estimate
 from memplan.hardware import Verdict
 from memplan.text_tables import text_table
 from memplan.time.step import Measured
-from validate.published.memory import Compared, Row, named_row, published_s, reasons_table, times_table
+from validate.published.memory import ZERO, Compared, Row, named_row, published_s, reasons_table, times_table
 from validate.published.mpt import Mpt
 from validate.shipped import data_folder
 
@@ -70,8 +70,6 @@ DIFFERENCES: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
 """What memplan has no rule for beside FSDP1: a row is predicted without it."""
 
 FSDP1: Final[dict[str, Any]] = {"fsdp_version": 1, "clip_grad_norm": 1.0}
-
-ZERO: Final = {"0": 0, "fsdp grad_op": 2, "fsdp full": 3, "fsdp hybrid": 3}
 
 
 def by_llm_foundry(row: Row) -> bool:

@@ -25,6 +25,7 @@ from memplan.hardware import Verdict
 from memplan.text_tables import printable, text_table
 from memplan.time.step import Measured
 from memplan.units import GiB
+from validate.cases import shipped_trace
 from validate.published.order import order_text
 from validate.records import read_records
 from validate.shipped import data_folder
@@ -48,6 +49,9 @@ MODELS: Final[Mapping[str, Model]] = {
         *("Llama-3-8B", "Llama-3-70B", "Llama-3.1-405B", "Llama-3.2-3B"),
     )
 }
+
+LIGHTNING_DEMO: Final = "nn.Transformer demo 1B (32 enc + 32 dec layers)"
+"""The module of Lightning's table, which was traced (`validate.systems.torch.lightning_demo`)."""
 
 IMPLEMENTATION: Final = "torchtitan"
 """Whose code ran: torchtitan's, and torchtune's, which is the same to memory."""
@@ -78,7 +82,10 @@ INEXPRESSIBLE: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
     ("update within the backward pass", lambda r: "in backward" in r["optimizer"]),
     ("activations on the host", lambda r: "activations" in r["offload"]),
     ("a sequence divided over ranks (context parallelism)", lambda r: r["cp"] not in ("", "1")),
-    ("another architecture, or one that is not stated", lambda r: r["model"] not in MODELS),
+    (
+        "another architecture, or one that is not stated",
+        lambda r: r["model"] not in (*MODELS, LIGHTNING_DEMO),
+    ),
     (
         "sequences whose lengths vary or are not stated",
         lambda r: not r["seq_len"] or "unpacked" in r["suspect"],
@@ -97,8 +104,17 @@ DIFFERENCES: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
     ("float8", lambda r: "fp8" in r["precision"]),
     ("async", lambda r: "async tp" in r["notes"].lower().replace("asynctp", "async tp")),
     ("litgpt", lambda r: by_litgpt(r)),
+    ("zero_grad", lambda r: by_lightning(r) and r["zero_stage"] == "fsdp grad_op"),
+    ("no_shard", lambda r: not_sharded(r)),
 )
-"""What memplan has no rule for: a row is predicted without them, LitGPT's modules as PEFT's."""
+"""What memplan has no rule for: a row is predicted without them, LitGPT's modules as PEFT's.
+
+Lightning's `zero_grad` is after the forward pass, which matters where weights stay gathered until then.
+FSDP1's NO_SHARD is predicted as one GPU, which holds all states as each of its ranks does.
+"""
+
+ZERO: Final = {"0": 0, "fsdp no_shard": 0, "fsdp grad_op": 2, "fsdp full": 3, "fsdp hybrid": 3}
+"""What is divided, by what a row says of ZeRO or FSDP."""
 
 LITGPT: Final[dict[str, Any]] = {"lora_rank": 8, "lora_targets": "q_proj,v_proj", "lora_dropout": 0.05}
 """The adapters of LitGPT's finetune/lora.py at 8641822."""
@@ -251,8 +267,9 @@ def comparable_estimate(row: Row) -> Estimate:
 
     The releases of torch that these rows ran with choose FlashAttention 2 on every GPU.
     """
-    model = MODELS[row["model"]]
-    code = None if by_litgpt(row) else IMPLEMENTATION
+    traced = by_lightning(row)
+    model = shipped_trace("lightning-demo") if traced else MODELS[row["model"]]
+    code = None if traced or by_litgpt(row) else IMPLEMENTATION
     found = estimate(model, implementation=code, cluster=_cluster(row), **_plan(row))
     return replace(found, time_model=Measured(flash=2))
 
@@ -292,7 +309,8 @@ def _cluster(row: Row) -> Cluster | None:
     gpu = row["gpu"]
     if gpu not in GPUS:
         return None
-    found = cluster(f"{row['n_gpus']}x{GPUS[gpu]}")
+    n_gpus = 1 if not_sharded(row) else row["n_gpus"]
+    found = cluster(f"{n_gpus}x{GPUS[gpu]}")
     if gpu not in USABLE_BYTES:
         return found
     return replace(found, gpu=replace(found.gpu, usable_bytes=USABLE_BYTES[gpu]))
@@ -305,22 +323,34 @@ def _plan(row: Row) -> dict[str, Any]:
     (`PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"`).
     """
     degrees = {axis: int(row[axis]) for axis in ("dp", "tp", "pp")}
+    if not_sharded(row):
+        degrees["dp"] = 1
     micro_batch = int(row["micro_batch_per_gpu"])
     return {
         **degrees,
         "sequence_parallel": row["sp"] == "true",
-        "zero": 3 if row["zero_stage"] == "fsdp full" else 0,
+        "zero": ZERO[row["zero_stage"]],
         "micro_batch": micro_batch,
         "global_batch": degrees["dp"] * micro_batch * int(row["grad_accum"] or 1),
         "seq_len": int(row["seq_len"]),
-        "precision": "bf16" if row["precision"] == "bf16" else "bf16-mixed",
+        "precision": row["precision"] if row["precision"] in ("bf16", "fp32") else "bf16-mixed",
         "clip_grad_norm": 1.0 if by_torchtitan(row) else None,
         "loss_chunks": 8 if _chunks_loss(row) else 1,
         "compile": "block" if compiles(row) else "none",
         "alloc_conf": "expandable_segments:True" if by_torchtitan(row) else "",
         **_recompute(row),
         **(LITGPT if by_litgpt(row) else {}),
+        **(_of_lightning(row) if by_lightning(row) else {}),
     }
+
+
+def _of_lightning(row: Row) -> dict[str, Any]:
+    """Lightning's optimizer, and its FSDP1 with original parameters.
+
+    Source: Lightning-AI/pytorch-lightning, src/lightning/pytorch/strategies/fsdp.py.
+    """
+    values: dict[str, Any] = {"optimizer": "adam", "offload": row["offload"] == "params cpu"}
+    return values | {"fsdp_version": 1, "use_orig_params": True} if ZERO[row["zero_stage"]] else values
 
 
 def _recompute(row: Row) -> dict[str, Any]:
@@ -338,6 +368,16 @@ def _chunks_loss(row: Row) -> bool:
 def by_litgpt(row: Row) -> bool:
     """Whether LitGPT trained adapters."""
     return row["framework"].startswith("LitGPT") and row["lora"] not in ("", "false")
+
+
+def by_lightning(row: Row) -> bool:
+    """Whether Lightning trained its demo."""
+    return row["model"] == LIGHTNING_DEMO
+
+
+def not_sharded(row: Row) -> bool:
+    """Whether FSDP1 sharded nothing."""
+    return row["zero_stage"] == "fsdp no_shard"
 
 
 def compiles(row: Row) -> bool:
