@@ -63,12 +63,12 @@ def test_no_row_is_left_out(everything):
 
 @pytest.mark.slow
 def test_no_verdict_is_contradicted(everything):
-    """llm-foundry's micro-batches are the largest that fit, so that many are too close to say."""
+    """llm-foundry's micro-batches are the largest that fit, so that some are too close to say."""
     said = Counter((c.source, c.ran, c.verdict) for c in everything if c.verdict)
     assert said == {
-        ("llm-foundry", True, "fits"): 101,
-        ("llm-foundry", True, "fits, tight"): 70,
-        ("llm-foundry", True, "cannot say"): 45,
+        ("llm-foundry", True, "fits"): 110,
+        ("llm-foundry", True, "fits, tight"): 89,
+        ("llm-foundry", True, "cannot say"): 17,
         ("fms-fsdp", True, "fits"): 16,
         ("hf-ds-blog", False, "does not fit"): 1,
     }
@@ -77,7 +77,7 @@ def test_no_verdict_is_contradicted(everything):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "source, n, most, least_in_order", [("llm-foundry", 209, 0.05, 0.998), ("fms-fsdp", 14, 0.06, 0.98)]
+    "source, n, most, least_in_order", [("llm-foundry", 209, 0.04, 0.998), ("fms-fsdp", 14, 0.06, 0.98)]
 )
 def test_times_are_near_and_in_order(everything, source, n, most, least_in_order):
     """The share of the rate that GPUs sustain (`memplan/time/sustained.toml`) was chosen on a third at most.
@@ -96,7 +96,7 @@ def test_times_are_near_and_in_order(everything, source, n, most, least_in_order
 @pytest.mark.slow
 def test_most_steps_are_within_a_tenth(everything):
     near = [abs(c.time_error) < 0.1 for c in timed(everything, "llm-foundry")]
-    assert sum(near) >= 0.79 * len(near)
+    assert sum(near) >= 0.83 * len(near)
 
 
 @pytest.mark.parametrize("row_id", ["llm-foundry-0185", "llm-foundry-0209", "llm-foundry-0249"])

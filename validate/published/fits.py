@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
 from memplan import Cluster, Link, Llama, Model, cluster, preset
 from memplan.estimate import Estimate, estimate
@@ -106,12 +106,21 @@ def compared(row: Row) -> Compared:
 def comparable_estimate(row: Row) -> Estimate:
     """memplan's estimate of a row's plan, which it can express.
 
-    On A100 llm-foundry ran FlashAttention 1, by Triton: `submit_benchmarks.py` asked for it at the commits in
-    which those tables appeared (5f43bf160, b2a43a147).
+    Triton's FlashAttention is the first one's; what it reaches on H100 is not known.
     """
-    first = by_llm_foundry(row) and row["gpu"].startswith("A100")
+    first = attn_impl(row) == "triton" and row["gpu"].startswith("A100")
     found = estimate(_model(row), implementation=_implementation(row), cluster=_cluster(row), **_plan(row))
     return replace(found, time_model=Measured(flash=1 if first else 2))
+
+
+def attn_impl(row: Row) -> Literal["flash", "triton"]:
+    """Whose FlashAttention ran.
+
+    llm-foundry's was Triton's, for which `submit_benchmarks.py` asks by default at the commits in which its
+    tables appeared (5f43bf160, b2a43a147), but in the last one, of 128 GPUs and more (5e85bd62d), for which
+    flash-attn 2 was installed.
+    """
+    return "triton" if by_llm_foundry(row) and "Large Scale" not in row["source"] else "flash"
 
 
 def _model(row: Row) -> Model:
@@ -124,6 +133,7 @@ def _model(row: Row) -> Model:
             vocab_size=MPT_VOCABULARY,
             max_seq_len=int(row["seq_len"]),
             tied_head=True,
+            attn_impl=attn_impl(row),
             **sizes,
         )
     return OTHERS[row["model"]]

@@ -1,7 +1,7 @@
 """MPT as llm-foundry's modules run and Composer's loop trains it: a forward pass over shapes."""
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Final, Literal, final
 
 from memplan.models.decoders import GptDecoder
 from memplan.ops import (
@@ -18,25 +18,29 @@ from memplan.ops.fused_attention import flash_attention_cuda
 from memplan.shapes import FP32, INT64
 from memplan.tape import Grads, Saved, Tape, Tensor
 
-N_METRICS = 2
+N_METRICS: Final = 2
 """Metrics of each micro-batch, which compute the loss again: cross-entropy and perplexity."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mpt(GptDecoder):
-    """`MPTForCausalLM` with learned positions, biases, a tied head, flash-attn and its fused cross-entropy.
+    """`MPTForCausalLM` with learned positions, biases, a tied head and flash-attn's fused cross-entropy.
 
     Composer holds a micro-batch's logits until its backward pass has ended, and then computes its metrics
-    from them, in float32.
+    from them, in float32. `attn_impl` is whose FlashAttention runs: "triton", on views of the queries, keys
+    and values, or flash-attn's ("flash"), on copies without padding.
 
-    Neglects: the mask of padding, which is all ones, and reading back how many tokens it leaves.
+    Neglects: the mask of padding, which is all ones, and reading back how many tokens it leaves; that the
+    tables and the last norm are units of their own, which are the root's here.
     Source: mosaicml/llm-foundry at 5e85bd62d, llmfoundry/models (mpt/modeling_mpt.py, layers/attention.py,
     layers/blocks.py); mosaicml/composer v0.17.2, `Trainer._train_microbatch`.
     """
 
     family: ClassVar[str] = "custom"
     code: ClassVar[str] = "llm-foundry 0.4, MPTForCausalLM"
+
+    attn_impl: Literal["flash", "triton"]
 
     def embed(self, tokens: Tensor) -> Tensor:
         ids = tokens.tape.new("position ids", tokens.shape, INT64)
@@ -61,14 +65,27 @@ class Mpt(GptDecoder):
         return x + linear(gelu(h), "ffn.down_proj", self.d_model, bias=True, split="rows")
 
     def _attention(self, x: Tensor) -> Tensor:
-        q, k, v = self._unpadded(linear(x, "attn.Wqkv", 3 * self.d_model, bias=True, split="columns"))
-        y = _copied(merged_heads(flash_attention_cuda(q, k, v, dropout=False)), "padded attention")
+        qkv = linear(x, "attn.Wqkv", 3 * self.d_model, bias=True, split="columns")
+        q, k, v = [heads(self._copied(part, "unpadded part"), self.d_head) for part in feature_parts(qkv, 3)]
+        del qkv
+        y = merged_heads(flash_attention_cuda(q, k, v, dropout=False))
+        y = self._copied(y, "padded attention")
         return linear(y, "attn.out_proj", self.d_model, bias=True, split="rows")
 
-    def _unpadded(self, qkv: Tensor) -> list[Tensor]:
-        """Copies of the queries, keys and values, of which no token is padding."""
-        parts = zip("qkv", feature_parts(qkv, 3), strict=True)
-        return [heads(_copied(part, f"unpadded {name}"), self.d_head) for name, part in parts]
+    def _copied(self, x: Tensor, name: str) -> Tensor:
+        """x gathered by its tokens' indices, which it saves, or scattered by them; for Triton x itself.
+
+        Source: flash_attn.bert_padding (`IndexFirstAxis`, `IndexPutFirstAxis`).
+        """
+        if self.attn_impl == "triton":
+            return x
+        tape, shape, dtype = x.tape, x.shape, x.dtype
+        indices = tape.new("indices of tokens", shape[:2], INT64)
+
+        def backward(grad: Tensor, saved: Saved) -> Grads:
+            return (grad.new("grad", shape, dtype),)
+
+        return x.new(name, shape, dtype, tape.node((x.node,), (indices,), backward))
 
     def head(self, x: Tensor) -> Tensor:
         h = layer_norm(x, "transformer.norm_f")
@@ -92,17 +109,3 @@ class Mpt(GptDecoder):
         loss.node = tape.node((losses.node,), (), lambda grad, saved: (grad,))
         tape.hold(logits.detach())
         return loss
-
-
-def _copied(x: Tensor, name: str) -> Tensor:
-    """x gathered by the indices of its tokens, which it saves, or scattered by them into zeros.
-
-    Source: flash_attn.bert_padding (`IndexFirstAxis`, `IndexPutFirstAxis`).
-    """
-    tape, shape, dtype = x.tape, x.shape, x.dtype
-    indices = tape.new("indices of tokens", shape[:2], INT64)
-
-    def backward(grad: Tensor, saved: Saved) -> Grads:
-        return (grad.new("grad", shape, dtype),)
-
-    return x.new(name, shape, dtype, tape.node((x.node,), (indices,), backward))
