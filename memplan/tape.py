@@ -431,7 +431,8 @@ class Tape:
         self._wanted: tuple[bool, ...] = ()
         self._retained: set[int] = set()
         self._saved_again: list[tuple[Tensor, ...]] = []
-        self._held: list[Tensor] = []
+        self.held: list[Tensor] = []
+        """Tensors that `hold` keeps alive."""
         self.received: Node | None = None
         """The node of the tensor that a pipeline stage has received."""
         self.reuses_received_cast = False
@@ -469,7 +470,7 @@ class Tape:
 
     def hold(self, *tensors: Tensor) -> None:
         """Keep tensors alive until `let_go`, as local variables of a forward function over all blocks."""
-        self._held += tensors
+        self.held += tensors
 
     @contextmanager
     def by_products(self) -> Iterator[None]:
@@ -500,7 +501,7 @@ class Tape:
 
     def let_go(self) -> None:
         """Drop the held tensors and the blocks' arguments."""
-        self._held.clear()
+        self.held.clear()
         self.events += self.until_let_go
         self.until_let_go.clear()
         self.shared.clear()

@@ -302,7 +302,7 @@ def test_no_plan_is_better_than_its_bounds(
     for grid in [ruled.running for ruled in space.grids() if len(ruled.running)]:
         (place,) = random.integers(0, len(grid), 1)
         estimated = estimate_plan(model, grid.plan(place), where)
-        for time_model in (Measured(), Measured(flash_2=True), Roofline(efficiency=0.5)):
+        for time_model in (Measured(), Measured(flash=2), Roofline(efficiency=0.5)):
             memory, seconds = bounds(model, grid, where, time_model)
             step_s = replace(estimated, time_model=time_model).step_s
             assert np.broadcast_to(seconds, grid.shape).flat[place] <= (inf if step_s is None else step_s)
@@ -541,7 +541,7 @@ class Twice:
         return tuple(StepTime(**{part: 2 * s for part, s in time.parts.items()}) for time in times)
 
 
-@pytest.mark.parametrize("model", [Measured(flash_2=True), Roofline(efficiency=0.7), Twice()])
+@pytest.mark.parametrize("model", [Measured(flash=2), Roofline(efficiency=0.7), Twice()])
 def test_plans_are_ranked_by_the_time_model_that_is_given(model: Any):
     job: dict[str, Any] = {"cluster": "4xh100-sxm", "global_batch": 8, "seq_len": 32, "schedule": "1f1b"}
     found = searched(LLAMA, keep=5, time_model=model, **job)

@@ -286,7 +286,7 @@ def test_another_model_of_time_takes_its_place():
 def test_flash_attention_2_is_slower_on_hopper_alone():
     for cluster_name, slower in (("1xh100-sxm", True), ("1xa100-80-sxm", False)):
         own = memplan.estimate("llama-3.2-1b", cluster=cluster_name, seq_len=8192)
-        second = replace(own, time_model=Measured(flash_2=True))
+        second = replace(own, time_model=Measured(flash=2))
         assert (second.step_s > own.step_s) == slower
 
 

@@ -99,6 +99,17 @@ def test_longer_and_uncausal_attention_never_takes_less(batch, seq, n_heads, nam
     assert attention_s(name, batch, seq, n_heads, n_heads, 128, dtype="fp32") >= own
 
 
+def test_flash_attention_1_reaches_its_published_share_of_an_a100():
+    """Long sequences, where nothing but products takes time: 30 to 50 % forward, 25 to 35 % backward."""
+    peak = gpu("a100-80-sxm").bf16_flops_per_s
+    forward_flops = 2 * 32_768**2 * 16 * 128
+    for backward, flops, most in ((False, forward_flops, 0.50), (True, 2.5 * forward_flops, 0.35)):
+        seconds = attention_s("a100-80-sxm", 1, 32_768, 16, 16, 128, backward=backward, flash=1)
+        assert most * 0.9 < flops / seconds / peak < most
+    with pytest.raises(InvalidValue, match=r"flash=1 on h100-sxm: .* A100 alone"):
+        attention_s("h100-sxm", 1, 8192, 16, 16, 128, flash=1)
+
+
 @given(
     kind=st.sampled_from(sorted(MEASURED_AS)),
     payload_bytes=st.integers(1, 2**36),

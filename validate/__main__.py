@@ -51,7 +51,7 @@ from validate.launch import dump_events, run_case
 from validate.machine import Budget, machine_budget, read_bytes
 from validate.outputs import begins_with, check_folder, check_new_folder, output_files
 from validate.progress import progress
-from validate.published import bigscience, megatron_ci, megatron_times, memory, nemo_times
+from validate.published import bigscience, fits, megatron_ci, megatron_times, memory, nemo_times
 from validate.records import Record, RecordFile, RecordLines, merged, open_records, read_records
 from validate.requests import n_equal, record_requests
 from validate.shipped import found_files
@@ -591,7 +591,8 @@ def rejudge(files: tuple[Path, ...], out: Path) -> None:
 def compare_published(file: Path | None, as_json: bool, engine: str) -> None:
     """Compare published measurements of GPU memory with memplan's predictions; nothing is run.
 
-    FILE has the columns of data/published/memory.csv, which comes with memplan and is read if it is left out;
+    FILE has the columns of data/published/memory.csv, which comes with memplan and is read if it is left out,
+    as is fits.csv there: runs of which only that they fitted, and how fast they were, is known;
     with --engine megatron, the rows of megatron_ci.jsonl there, and the seconds of megatron_times.csv and
     nemo_times.csv; with megatron-deepspeed, BigScience's runs of bigscience.csv.
     """
@@ -610,12 +611,13 @@ def compare_published(file: Path | None, as_json: bool, engine: str) -> None:
             click.echo(f"\n{megatron_times.table(timed)}")
         return
     rows = [memory.compared(row) for row in memory.read_rows(file or memory.ROWS)]
+    others = [] if file else [fits.compared(row) for row in memory.read_rows(fits.ROWS)]
     if as_json:
-        for row in rows:
+        for row in [*rows, *others]:
             click.echo(json.dumps(row.to_dict()))
     else:
-        click.echo(memory.table(rows))
-    if not all(row.confirmed for row in rows):
+        click.echo("\n\n".join([memory.table(rows), *([fits.table(others)] if others else [])]))
+    if not all(row.confirmed for row in [*rows, *others]):
         sys.exit(1)
 
 

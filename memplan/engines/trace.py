@@ -410,6 +410,7 @@ class _TracedStage:
         losses = "scaled loss", "loss of one step", "loss"
         for name in ("start", *(() if self.keep_logits else losses)):
             self.held.pop(name, None)
+        self.model.after_backward(self.tape)
         self._end("end_of_backward")
         for name in losses:
             self.held.pop(name, None)

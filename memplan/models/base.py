@@ -12,7 +12,7 @@ from memplan.errors import InvalidValue, MissingRule, divisors_text, shown_value
 from memplan.mesh import Group, degrees_text
 from memplan.ops import cross_entropy
 from memplan.shapes import INT64, Buffer, buffer_of
-from memplan.tape import Tensor
+from memplan.tape import Tape, Tensor
 
 MOST_LAYERS: Final = 10_000
 """More are taken for a mistake: the deepest trained model has 1,000 (Wang et al. 2022, arXiv:2203.00555)."""
@@ -197,6 +197,10 @@ class Model(ABC):
     def loss(self, logits: Tensor) -> Tensor:
         """The loss of a micro-batch, a scalar."""
         return cross_entropy(logits)
+
+    def after_backward(self, tape: Tape) -> None:
+        """What the training loop computes after a backward pass, of tensors that the model has held."""
+        return
 
     def receive(self, tokens: Tensor) -> None:
         """Make the arguments of all blocks in a pipeline stage that is not the first, as `embed` makes them.

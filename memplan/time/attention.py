@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 from memplan.arrays import as_floats, namespace
 from memplan.checks import checked_choice, checked_count
@@ -32,6 +32,16 @@ FLASH_2_ON_HOPPER: Final = 0.35
 
 Source: Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, abstract.
 """
+
+FLASH_1_FORWARD: Final = 0.50
+FLASH_1_BACKWARD: Final = 0.35
+"""The fractions of an A100's peak that FlashAttention 1 reaches: forward 30 to 50 %, backward 25 to 35 %.
+
+Source: Dao 2023, FlashAttention-2, arXiv:2307.08691, section 3.
+"""
+
+FlashRelease = Literal[1, 2]
+"""A release of FlashAttention."""
 
 
 @final
@@ -110,22 +120,22 @@ def attention_s(
     *,
     causal: bool = True,
     backward: bool = False,
-    flash_2: bool = False,
+    flash: FlashRelease | None = None,
     dtype: str = "bf16",
 ) -> float:
     """Seconds of one fused attention over a sequence: its forward or its backward pass.
 
     The forward pass is measured (FlashAttention 2 on A100 and L40S, 3 on H100 and H200, FlashInfer on B200
     and GB200); the backward pass takes `BACKWARD_RATIO` times as long. A GPU without a curve has that of the
-    one it borrows from, scaled by their peak rates, as another format than bf16 is. `flash_2`: by
-    FlashAttention 2 on any GPU.
+    one it borrows from, scaled by their peak rates, as another format than bf16 is. `flash`: by this release
+    of FlashAttention, the first on A100 alone.
 
     Neglects: sliding windows, dropout, masks.
     Source: `time/attention.toml`.
 
     Raises:
         InvalidValue, UnknownName: sizes that are no positive integers, an unknown GPU, or one whose peak rate
-            is not known.
+            is not known; FlashAttention 1 on another GPU than A100.
 
     >>> f"{attention_s('h100-sxm', 1, 8192, 32, 8, 128) * 1e6:.0f} us"
     '985 us'
@@ -136,18 +146,31 @@ def attention_s(
     checked = [checked_count(name, size, least=1, most=2**40) for name, size in sizes.items()]
     found = known_gpu(gpu) if isinstance(gpu, str) else gpu
     known = checked_choice("dtype", dtype, DTYPES)
-    forward_s = _forward_s(found, *checked, causal=causal, flash_2=flash_2, dtype=known)
-    return forward_s * (BACKWARD_RATIO if backward else 1.0)
+    forward_s = _forward_s(found, *checked, causal=causal, flash=flash, dtype=known)
+    ratio = 2.5 * FLASH_1_FORWARD / FLASH_1_BACKWARD if flash == 1 else BACKWARD_RATIO
+    return forward_s * (ratio if backward else 1.0)
 
 
 @lru_cache(maxsize=65536)
-def _forward_s(gpu: Gpu, *sizes: int, causal: bool, flash_2: bool, dtype: str) -> float:
+def _forward_s(gpu: Gpu, *sizes: int, causal: bool, flash: FlashRelease | None, dtype: str) -> float:
     curve, multiprocessors = attention_curve_of(gpu, dtype)
-    if flash_2 and gpu.capability == (9, 0) and gpu.bf16_flops_per_s:
-        most = FLASH_2_ON_HOPPER * gpu.bf16_flops_per_s / TFLOP
+    if (most := _most_of_peak(gpu, flash)) is not None and gpu.bf16_flops_per_s:
+        most_tflop_per_s = most * gpu.bf16_flops_per_s / TFLOP
         names = [name for name in AttentionCurve.__slots__ if name.startswith("tflop_per_s_")]
-        curve = replace(curve, **{name: min(most, getattr(curve, name)) for name in names})
+        curve = replace(curve, **{name: min(most_tflop_per_s, getattr(curve, name)) for name in names})
     return float(forward_us(curve, multiprocessors, *sizes, causal=causal)) * 1e-6
+
+
+def _most_of_peak(gpu: Gpu, flash: FlashRelease | None) -> float | None:
+    """The fraction of the peak that a release's forward pass reaches at most; None: the curve's own."""
+    if flash == 1 and gpu.capability != (8, 0):
+        raise InvalidValue(
+            f"flash=1 on {gpu.name}: the rate of FlashAttention 1 is known on A100 alone; use flash=2, or "
+            "leave it out."
+        )
+    if flash == 1:
+        return FLASH_1_FORWARD
+    return FLASH_2_ON_HOPPER if flash == 2 and gpu.capability == (9, 0) else None
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,7 @@ from memplan.files import toml_table
 from memplan.hardware import Gpu
 from memplan.record import Compute, ComputeKind
 from memplan.shapes import Shape
-from memplan.time.attention import attention_s
+from memplan.time.attention import FlashRelease, attention_s
 from memplan.time.borrowing import lender_of
 from memplan.time.products import ITEM_BYTES, curve_of, product_us
 from memplan.units import TB, TFLOP
@@ -23,14 +23,14 @@ class Operations:
     """The seconds of computations on one GPU whose products are in one format.
 
     `least`: never above the seconds, and convex in the micro-batch (`memplan.time.products.product_us`);
-    `flash_2`: attention is FlashAttention 2's on any GPU.
+    `flash`: the release of FlashAttention that runs, whatever torch chooses.
 
     Raises:
         InvalidValue, MissingRule: no rate is known of the GPU in that format.
     """
 
-    def __init__(self, gpu: Gpu, matmul: str, *, least: bool, flash_2: bool) -> None:
-        self.gpu, self.matmul, self.least, self.flash_2 = gpu, matmul, least, flash_2
+    def __init__(self, gpu: Gpu, matmul: str, *, least: bool, flash: FlashRelease | None) -> None:
+        self.gpu, self.matmul, self.least, self.flash = gpu, matmul, least, flash
         self.curve, self.multiprocessors = curve_of(gpu, matmul)
         self.memory_bytes_per_s = self.curve.memory_tb_per_s * TB
         self.sustained: float = toml_table(SUSTAINED)[lender_of(gpu, "products").name]["of_products"]
@@ -62,7 +62,7 @@ class Operations:
     def _attention_s(self, operands: tuple[Shape, ...], *, backward: bool) -> float:
         (batch, seq, n_heads, d_head), key, *_ = operands
         sizes = batch, max(seq, key[1]), n_heads, key[2], d_head
-        found = attention_s(self.gpu, *sizes, backward=backward, flash_2=self.flash_2, dtype=self.matmul)
+        found = attention_s(self.gpu, *sizes, backward=backward, flash=self.flash, dtype=self.matmul)
         return found / self.sustained
 
     def _product_s(self, m: int, n: int, k: int, kind: ComputeKind) -> float:
@@ -85,9 +85,9 @@ class Operations:
 
 
 @lru_cache(maxsize=64)
-def operations_of(gpu: Gpu, matmul: str, least: bool, flash_2: bool) -> Operations:
+def operations_of(gpu: Gpu, matmul: str, least: bool, flash: FlashRelease | None) -> Operations:
     """The one `Operations` of a GPU, a format and a purpose, which remembers what it was asked."""
-    return Operations(gpu, matmul, least=least, flash_2=flash_2)
+    return Operations(gpu, matmul, least=least, flash=flash)
 
 
 def sizes_of(kind: ComputeKind, operands: tuple[Shape, ...]) -> tuple[int, int, int]:

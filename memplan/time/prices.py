@@ -14,6 +14,7 @@ from memplan.hardware import Cluster
 from memplan.mesh import Count, Group, Yes, sends_along
 from memplan.plan import Plan
 from memplan.record import CollectiveKind, Compute
+from memplan.time.attention import FlashRelease
 from memplan.time.collectives import Line, best_bytes_per_s, crosses_nodes, lines, ranks_in_a_node
 from memplan.time.operations import operations_of
 from memplan.units import GB
@@ -209,10 +210,10 @@ class RooflinePrices(Prices):
 class MeasuredPrices(Prices):
     """What was measured on GPUs (`memplan.time.operations`, `memplan.time.collectives`)."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, *, least: bool, flash_2: bool) -> None:
+    def __init__(self, plan: Plan, cluster: Cluster, *, least: bool, flash: FlashRelease | None) -> None:
         self.mesh, self.cluster, self.wire_bytes = plan.mesh, cluster, WireBytes(plan)
         self._protocols: dict[tuple[CollectiveKind, Group], tuple[Line, ...]] = {}
-        self.operations = operations_of(cluster.gpu, plan.formats.matmul, least, flash_2)
+        self.operations = operations_of(cluster.gpu, plan.formats.matmul, least, flash)
         self._rates: dict[Group, Quantity] = {}
         self.host_bytes_per_s = host_bytes_per_s(cluster) or inf
         if not least:

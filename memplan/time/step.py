@@ -21,6 +21,7 @@ from memplan.memory import Bytes
 from memplan.mesh import Count
 from memplan.plan import Plan
 from memplan.record import Compute, Counts, Stretch
+from memplan.time.attention import FlashRelease
 from memplan.time.prices import (
     MeasuredPrices,
     Prices,
@@ -264,13 +265,13 @@ class Measured(Priced):
     """Each operation and collective takes as long as was measured on GPUs (`memplan.time`).
 
     Attributes:
-        flash_2: whether attention is FlashAttention 2's, also where torch 2.13 chooses a faster kernel.
+        flash: the release of FlashAttention that runs, where torch 2.13 would choose a faster kernel.
 
     Assumes: clocks as over hours of training; traffic does not slow the computation beside it.
     Neglects: the host's own time per operation under engines that `memplan/time/host.toml` does not name.
     """
 
-    flash_2: bool = False
+    flash: FlashRelease | None = None
 
     @property
     def label(self) -> str:
@@ -289,7 +290,7 @@ class Measured(Priced):
 
     def prices(self, plan: Plan, cluster: Cluster, *, least: bool = False) -> "Prices":
         """What operations and traffic of a plan, or of many, cost."""
-        return MeasuredPrices(plan, cluster, least=least, flash_2=self.flash_2)
+        return MeasuredPrices(plan, cluster, least=least, flash=self.flash)
 
 
 @final

@@ -6,7 +6,8 @@ memplan has no rule for (compiled blocks, float8) is predicted all the same, and
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from memplan.hardware import Verdict
 from memplan.text_tables import printable, text_table
 from memplan.time.step import Measured
 from memplan.units import GiB
+from validate.cases import shipped_trace
 from validate.published.order import order_text
 from validate.records import read_records
 from validate.shipped import data_folder
@@ -47,6 +49,9 @@ MODELS: Final[Mapping[str, Model]] = {
         *("Llama-3-8B", "Llama-3-70B", "Llama-3.1-405B", "Llama-3.2-3B"),
     )
 }
+
+LIGHTNING_DEMO: Final = "nn.Transformer demo 1B (32 enc + 32 dec layers)"
+"""The module of Lightning's table, which was traced (`validate.systems.torch.lightning_demo`)."""
 
 IMPLEMENTATION: Final = "torchtitan"
 """Whose code ran: torchtitan's, and torchtune's, which is the same to memory."""
@@ -76,7 +81,10 @@ INEXPRESSIBLE: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
     ),
     ("activations on the host", lambda r: "activations" in r["offload"]),
     ("a sequence divided over ranks (context parallelism)", lambda r: r["cp"] not in ("", "1")),
-    ("another architecture, or one that is not stated", lambda r: r["model"] not in MODELS),
+    (
+        "another architecture, or one that is not stated",
+        lambda r: r["model"] not in (*MODELS, LIGHTNING_DEMO),
+    ),
     (
         "sequences whose lengths vary or are not stated",
         lambda r: not r["seq_len"] or "unpacked" in r["suspect"],
@@ -95,8 +103,17 @@ DIFFERENCES: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
     ("float8", lambda r: "fp8" in r["precision"]),
     ("async", lambda r: "async tp" in r["notes"].lower().replace("asynctp", "async tp")),
     ("litgpt", lambda r: by_litgpt(r)),
+    ("zero_grad", lambda r: by_lightning(r) and r["zero_stage"] == "fsdp grad_op"),
+    ("no_shard", lambda r: not_sharded(r)),
 )
-"""What memplan has no rule for: a row is predicted without them, LitGPT's modules as PEFT's."""
+"""What memplan has no rule for: a row is predicted without them, LitGPT's modules as PEFT's.
+
+Lightning's `zero_grad` is after the forward pass, which matters where weights stay gathered until then.
+FSDP1's NO_SHARD is predicted as one GPU, which holds all states as each of its ranks does.
+"""
+
+ZERO: Final = {"0": 0, "fsdp no_shard": 0, "fsdp grad_op": 2, "fsdp full": 3, "fsdp hybrid": 3}
+"""What is divided, by what a row says of ZeRO or FSDP."""
 
 LITGPT: Final[dict[str, Any]] = {"lora_rank": 8, "lora_targets": "q_proj,v_proj", "lora_dropout": 0.05}
 """The adapters of LitGPT's finetune/lora.py at 8641822."""
@@ -223,8 +240,15 @@ def compared(row: Row) -> Compared:
     Raises:
         MemplanError: a row that is no plan: with its number.
     """
-    try:
+    with named_row(row):
         return _compared(row)
+
+
+@contextmanager
+def named_row(row: Row) -> Iterator[None]:
+    """A block whose errors begin with the row's number."""
+    try:
+        yield
     except MemplanError as error:
         raise type(error)(f"row {shown_value(row['row_id'])}: {error}") from None
     except (ValueError, OverflowError) as error:
@@ -242,13 +266,14 @@ def comparable_estimate(row: Row) -> Estimate:
 
     The releases of torch that these rows ran with choose FlashAttention 2 on every GPU.
     """
-    model = MODELS[row["model"]]
-    code = None if by_litgpt(row) else IMPLEMENTATION
+    traced = by_lightning(row)
+    model = shipped_trace("lightning-demo") if traced else MODELS[row["model"]]
+    code = None if traced or by_litgpt(row) else IMPLEMENTATION
     found = estimate(model, implementation=code, cluster=_cluster(row), **_plan(row))
-    return replace(found, time_model=Measured(flash_2=True))
+    return replace(found, time_model=Measured(flash=2))
 
 
-def _published_s(row: Row, e: Estimate) -> float | None:
+def published_s(row: Row, e: Estimate) -> float | None:
     """Seconds of a step: its tokens over the published rate of all GPUs."""
     rate = row["tokens_per_s_per_gpu"]
     if not rate or e.cluster is None:
@@ -274,7 +299,7 @@ def _compared(row: Row) -> Compared:
         predicted_bytes=_held_bytes(row, e),
         verdict=e.verdict,
         nogpu_bytes=_nogpu_bytes(row),
-        published_s=_published_s(row, e),
+        published_s=published_s(row, e),
         predicted_s=e.step_s,
     )
 
@@ -283,7 +308,8 @@ def _cluster(row: Row) -> Cluster | None:
     gpu = row["gpu"]
     if gpu not in GPUS:
         return None
-    found = cluster(f"{row['n_gpus']}x{GPUS[gpu]}")
+    n_gpus = 1 if not_sharded(row) else row["n_gpus"]
+    found = cluster(f"{n_gpus}x{GPUS[gpu]}")
     if gpu not in USABLE_BYTES:
         return found
     return replace(found, gpu=replace(found.gpu, usable_bytes=USABLE_BYTES[gpu]))
@@ -296,15 +322,17 @@ def _plan(row: Row) -> dict[str, Any]:
     (`PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"`).
     """
     degrees = {axis: int(row[axis]) for axis in ("dp", "tp", "pp")}
+    if not_sharded(row):
+        degrees["dp"] = 1
     micro_batch = int(row["micro_batch_per_gpu"])
     return {
         **degrees,
         "sequence_parallel": row["sp"] == "true",
-        "zero": 3 if row["zero_stage"] == "fsdp full" else 0,
+        "zero": ZERO[row["zero_stage"]],
         "micro_batch": micro_batch,
         "global_batch": degrees["dp"] * micro_batch * int(row["grad_accum"] or 1),
         "seq_len": int(row["seq_len"]),
-        "precision": "bf16" if row["precision"] == "bf16" else "bf16-mixed",
+        "precision": row["precision"] if row["precision"] in ("bf16", "fp32") else "bf16-mixed",
         "clip_grad_norm": 1.0 if by_torchtitan(row) else None,
         "loss_chunks": 8 if _chunks_loss(row) else 1,
         "compile": "block" if compiles(row) else "none",
@@ -312,7 +340,17 @@ def _plan(row: Row) -> dict[str, Any]:
         "alloc_conf": "expandable_segments:True" if by_torchtitan(row) else "",
         **_recompute(row),
         **(LITGPT if by_litgpt(row) else {}),
+        **(_of_lightning(row) if by_lightning(row) else {}),
     }
+
+
+def _of_lightning(row: Row) -> dict[str, Any]:
+    """Lightning's optimizer, and its FSDP1 with original parameters.
+
+    Source: Lightning-AI/pytorch-lightning, src/lightning/pytorch/strategies/fsdp.py.
+    """
+    values: dict[str, Any] = {"optimizer": "adam", "offload": row["offload"] == "params cpu"}
+    return values | {"fsdp_version": 1, "use_orig_params": True} if ZERO[row["zero_stage"]] else values
 
 
 def _recompute(row: Row) -> dict[str, Any]:
@@ -330,6 +368,16 @@ def _chunks_loss(row: Row) -> bool:
 def by_litgpt(row: Row) -> bool:
     """Whether LitGPT trained adapters."""
     return row["framework"].startswith("LitGPT") and row["lora"] not in ("", "false")
+
+
+def by_lightning(row: Row) -> bool:
+    """Whether Lightning trained its demo."""
+    return row["model"] == LIGHTNING_DEMO
+
+
+def not_sharded(row: Row) -> bool:
+    """Whether FSDP1 sharded nothing."""
+    return row["zero_stage"] == "fsdp no_shard"
 
 
 def compiles(row: Row) -> bool:
@@ -389,7 +437,7 @@ def table(rows: Sequence[Compared]) -> str:
     for source in sources:
         its = [c for c in rows if c.source == source]
         parts += [_memory(source, its), _verdicts(source, its)]
-    parts += [_times(rows), _reasons(rows), _summary(rows)]
+    parts += [times_table(rows), reasons_table(rows), _summary(rows)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -419,7 +467,7 @@ def _verdicts(source: str, rows: Iterable[Compared]) -> str:
     return f"{source}: ran or not\n{text_table(cells, '<<<<<', flexible=[1])}" if len(cells) > 1 else ""
 
 
-def _times(rows: Iterable[Compared]) -> str:
+def times_table(rows: Iterable[Compared]) -> str:
     """Seconds of a step beside published ones: for each source, GPU and what else its rows did."""
     groups: dict[tuple[str, str, str], list[Compared]] = {}
     for c in rows:
@@ -438,7 +486,8 @@ def _order(rows: Sequence[Compared]) -> str:
     return order_text([(c.predicted_s, c.published_s) for c in rows])
 
 
-def _reasons(rows: Iterable[Compared]) -> str:
+def reasons_table(rows: Iterable[Compared]) -> str:
+    """How many rows of each source are not predicted, and why."""
     counts = Counter((c.source, c.reason) for c in rows if c.reason)
     cells = [("not predicted", "rows", "because of")]
     cells += [(source, str(n), reason) for (source, reason), n in counts.items()]

@@ -44,6 +44,7 @@ from validate.standin import materialised
 from validate.systems.torch.adapters import with_adapters
 from validate.systems.torch.architectures import is_architecture, small_module
 from validate.systems.torch.compiled import compile_blocks
+from validate.systems.torch.lightning_demo import LightningDemo, texts
 from validate.systems.torch.parallelize import (
     checkpoint_of,
     fsdp_options,
@@ -597,6 +598,11 @@ WIDE: Final[Mapping[str, Wild]] = {
 }  # fmt: skip
 """Published models, with the sizes of their own config.json, that are traced divided alone."""
 
+RUN_BY_OTHERS: Final[Mapping[str, Wild]] = {
+    "lightning-demo": Wild(module=LightningDemo, inputs=texts, seq_len=35, gpu_batch=1),
+}
+"""Modules of which others published what they held, traced as they ran: in float32."""
+
 IN_SMALL: Final[Mapping[str, Wild]] = {
     **{
         f"hf-{name}": Wild(
@@ -712,7 +718,7 @@ def wild_named(name: str) -> Wild:
     Raises:
         UnknownName: with the nearest name.
     """
-    if found := {**WILD, **IN_STACKS, **EXPERTS_AS_PUBLISHED, **WIDE}.get(name):
+    if found := {**WILD, **IN_STACKS, **EXPERTS_AS_PUBLISHED, **WIDE, **RUN_BY_OTHERS}.get(name):
         return found
     if not is_architecture(name):
         raise unknown_name("module", name, WILD)
@@ -804,6 +810,8 @@ def _config_text(module: Any) -> str:
 def _precisions(name: str) -> Iterator[str]:
     """The precisions that a module is traced in: architectures in those that they are run in."""
     yield "fp32"
+    if name in RUN_BY_OTHERS:
+        return
     if not is_architecture(name) and name not in IN_STACKS:
         yield "bf16"
     yield "bf16-mixed"
