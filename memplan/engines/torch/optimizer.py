@@ -7,9 +7,10 @@ is sharded, or partial sums. Every operation that reads both makes a copy with t
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from memplan.engines.adam import root_and_denominator, updated, updated_at_once
+from memplan.engines.ddp import partial_sum
 from memplan.engines.newton_schulz import STEPS, newton_schulz_products
 from memplan.engines.stage import trained
-from memplan.engines.torch.sharding import partial_sum
 from memplan.engines.torch.stage import RankStages
 from memplan.kernels import norm_scratch
 from memplan.mesh import WORLD, Group
@@ -173,12 +174,10 @@ def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
             for copies in _reads(stages, [(parameter, 1)]):
                 found += copies.events()
             if stages.is_adam:
-                names = [f"{parameter.name} ({what})" for what in ("square root", "denominator")]
-                elements = _elements(stages, parameter)
-                root, made = (buffer_of(name, (elements,), stages.weight_dtype) for name in names)
+                n_elements = _elements(stages, parameter)
+                root, made = root_and_denominator(parameter.name, n_elements, stages.weight_dtype)
                 denominator = denominators.setdefault(parameter, made)
-                found += (*allocs(root, denominator), *frees(root))
-                found += () if before is None else frees(before)
+                found += updated(root, denominator, before)
                 before = denominator
         yield repeated(events(UPDATE_NAME, found), times)
     if before is not None:
@@ -194,9 +193,8 @@ def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
         for copies in _reads(stages, group):
             yield from copies.events()
         if stages.is_adam:
-            sizes = [(f"{p.name} (square root)", n * _elements(stages, p)) for p, n in group]
-            made = [buffer_of(name, (elements,), stages.weight_dtype) for name, elements in sizes]
-            yield from (*allocs(*made), *frees(*made))
+            sizes = [(p.name, n * _elements(stages, p)) for p, n in group]
+            yield from updated_at_once(sizes, stages.weight_dtype)
 
 
 def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:

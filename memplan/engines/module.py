@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar, cast, final
 
 from memplan.engines.backward import added_to_older, backward_order, from_outside
-from memplan.engines.torch.stage import Stage
+from memplan.engines.stage import ModelStage
 from memplan.engines.trace import Segment, Trace
 from memplan.orders import ActionKind
 from memplan.record import (
@@ -61,8 +61,8 @@ class StageModule(ABC, Generic[State]):
     Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_fwd_recv_ops` and the three beside it.
     """
 
-    def __init__(self, stage: Stage, initial: State) -> None:
-        self.stage = stage
+    def __init__(self, stage: ModelStage, initial: State) -> None:
+        self.stage: Any = stage  # the engine's own kind of `ModelStage`
         self.trace = stage.trace
         self.initial = self.state = initial
         self.original: StageModule[State] = self
@@ -224,10 +224,13 @@ class PlainState(NamedTuple):
 
 @final
 class PlainModule(StageModule[PlainState]):
-    """A module without a wrapper: no other rank has its weights."""
+    """A module without a wrapper: no other rank has its weights.
 
-    def __init__(self, stage: Stage) -> None:
-        super().__init__(stage, PlainState(has_grads=not stage.options.set_to_none))
+    `zeroed`: its gradients are zeroed after each step, and stay.
+    """
+
+    def __init__(self, stage: ModelStage, *, zeroed: bool) -> None:
+        super().__init__(stage, PlainState(has_grads=zeroed))
 
     def _made_grads(self) -> None:
         self.state = PlainState(has_grads=True)
@@ -362,3 +365,15 @@ def forward_pass(module: StageModule[Any], *parts: Stretch) -> Stretch:
 def backward_pass(module: StageModule[Any], *parts: Stretch) -> Stretch:
     """A micro-batch's backward pass with the receive before it and the send after it."""
     return passed(0, "backward", *with_p2p(module, "backward", parts))
+
+
+def accumulation(module: StageModule[Any], m: int) -> list[Stretch]:
+    """A training loop's micro-batches; DDP's are under `no_sync` but for the last."""
+
+    def micro_batch() -> Stretch:
+        forward = forward_pass(module, module.forward())
+        return chain("micro-batch", forward, backward_pass(module, module.backward()))
+
+    steps = repeat(m - 1, micro_batch, [module])
+    module.require_gradient_sync()
+    return [*steps, *repeat(1, micro_batch, [module])]
