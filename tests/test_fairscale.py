@@ -30,13 +30,19 @@ def test_each_parameter_goes_to_the_rank_that_has_least():
 
 
 LAWFUL: list[dict[str, Any]] = [
-    {"zero": 1},
+    {"zero": 1, "clip_grad_norm": 1.0},
     {"zero": 1, "global_batch": 16, "optimizer": "sgd-momentum"},
     {"zero": 1, "dp": 3, "precision": "bf16", "recompute": "full"},
     {},
     {"reduce_buffer_size": 0, "global_batch": 16},
     {"reduce_buffer_size": 20_000, "recompute": "full", "optimizer": "adam"},
-    {"reduce_buffer_size": 20_000, "dp": 64, "global_batch": 192, "precision": "bf16-autocast"},
+    {
+        "reduce_buffer_size": 20_000,
+        "clip_grad_norm": 1.0,
+        "dp": 64,
+        "global_batch": 192,
+        "precision": "bf16-autocast",
+    },
 ]
 
 
@@ -77,7 +83,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"offload": True}, "offload=True"),
     ({"precision": "fp16-mixed"}, "precision='fp16-mixed' (ShardedGradScaler)"),
     ({"precision": "bf16-reduce-fp32"}, "precision='bf16-reduce-fp32'"),
-    ({"clip_grad_norm": 1.0}, "clip_grad_norm (OSS.clip_grad_norm)"),
     ({"optimizer": "muon"}, "optimizer='muon'"),
     ({"lora_rank": 8}, "lora_rank=8"),
     ({"zero": 1, "reduce_buffer_size": 10}, "reduce_buffer_size=10 is ShardedDataParallel's"),

@@ -14,6 +14,7 @@ from validate.suites.models import GPT, GPT_TIED, LLAMA, LLAMA_ODD, LLAMA_TIED
 
 SMALL: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
     (LLAMA, {"zero": 1}),
+    (GPT, {"zero": 1, "dp": 4, "clip_grad_norm": 0.1}),
     (GPT, {"zero": 1, "dp": 3, "precision": "bf16-mixed", "micro_batch": 2}),
     (LLAMA_ODD, {"zero": 1, "dp": 4, "recompute": "full", "optimizer": "sgd-momentum"}),
     (GPT_TIED, {"zero": 1, "global_batch": 8, "optimizer": "sgd"}),
@@ -24,6 +25,7 @@ SMALL: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
     (GPT_TIED, {"reduce_buffer_size": 100_000, "global_batch": 8, "optimizer": "sgd-momentum"}),
     (LLAMA, {"reduce_buffer_size": 50_000, "precision": "bf16-mixed", "global_batch": 12, "micro_batch": 2}),
     (GPT, {"dp": 4, "reduce_buffer_size": 1000, "precision": "bf16", "micro_batch": 2}),
+    (LLAMA, {"dp": 3, "reduce_buffer_size": 50_000, "clip_grad_norm": 0.1}),
     (LLAMA, {"dp": 4, "reduce_buffer_size": 0, "recompute": "selective", "global_batch": 8}),
 )
 """Models and what each plan has beside ZeRO-2 of two ranks in float32."""
@@ -43,9 +45,9 @@ LARGE: Final[tuple[tuple[Decoder, int, dict[str, Any], int], ...]] = (
     (LLAMA_8B, 8, {"dp": 64, "reduce_buffer_size": 2**25, **FULL}, 1),
     (LLAMA_8B, 8, {"precision": "bf16-autocast", **FULL}, 2),
     (LLAMA_8B, 16, {"precision": "bf16", "global_batch": 32, **FULL}, 5),
-    (LLAMA_8B, 32, {"dp": 64, "precision": "bf16", **FULL}, 63),
+    (LLAMA_8B, 32, {"dp": 64, "precision": "bf16", "clip_grad_norm": 1.0, **FULL}, 63),
     (LLAMA_8B, 4, {"optimizer": "sgd-momentum", "micro_batch": 2}, 4),
-    (GPT_XL, 16, {}, 0),
+    (GPT_XL, 16, {"clip_grad_norm": 1.0}, 0),
     (GPT_XL, 48, {"precision": "fp32", **FULL}, 2),
     (GPT_XL, 48, {"dp": 64, "optimizer": "adam", **FULL}, 63),
     (GPT_XL, 24, {"precision": "bf16", "recompute": "selective", "global_batch": 16}, 6),

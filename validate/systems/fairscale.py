@@ -44,7 +44,7 @@ class FairScaleTraining(Training):
             )
         super().__init__(axis_of_groups())
         self._loss_of = losses(case, self._module, plan.place(rank), device)
-        self._n = plan.n_micro_batches
+        self._n, self._max_norm = plan.n_micro_batches, plan.clip_grad_norm
 
     def gradients(self) -> float | None:
         total = 0.0
@@ -57,6 +57,8 @@ class FairScaleTraining(Training):
         return total
 
     def update(self) -> None:
+        if self._max_norm is not None:
+            self._oss.clip_grad_norm(self._max_norm)
         self._oss.step()
         zeroes = self._oss if isinstance(self._module, DistributedDataParallel) else self._module
         zeroes.zero_grad(set_to_none=True)

@@ -12,12 +12,13 @@ from memplan.device import Device
 from memplan.engines.adam import root_and_denominator, updated, updated_at_once
 from memplan.engines.fairscale.options import fairscale_options
 from memplan.engines.stage import WholeStage
+from memplan.kernels import norm_scratch
 from memplan.memory import Alive
 from memplan.models import Model
 from memplan.optimizers import ADAM
 from memplan.plan import Plan
 from memplan.record import Collective, Event, Stretch, allocs, chain, events, frees
-from memplan.shapes import FP32, Buffer, Parameter, buffer_of
+from memplan.shapes import FP32, UINT8, Buffer, Parameter, buffer_of
 from memplan.tape import Backend, OpContext
 
 UPDATE_NAME: Final = "optimizer step"
@@ -111,8 +112,29 @@ class OSS:
             Collective(kind="broadcast", axis="dp", what="updated weights", payload_bytes=bucket.n_bytes)
             for bucket in self.stage.buckets.values()
         ]
-        update = self._adam() if self.is_adam else ()
-        return chain("update", events(UPDATE_NAME, update), events("broadcast of updated weights", sent))
+        clips = self.stage.plan.clip_grad_norm is not None
+        clipping = [events("gradient clipping", self.clip_grad_norm())] * clips
+        update = events(UPDATE_NAME, self._adam() if self.is_adam else ())
+        return chain("update", *clipping, update, events("broadcast of updated weights", sent))
+
+    def clip_grad_norm(self) -> Iterator[Event]:
+        """The norms of the rank's own gradients in float32, and their sum over all ranks.
+
+        Source: `fairscale.optim.oss:OSS.clip_grad_norm`, `fairscale.internal.params:calc_grad_norm`.
+        """
+        dtype = self.stage.dtype if self.owned else FP32
+        norms = [buffer_of("norm of a gradient", (), FP32) for _ in self.owned]
+        for norm, parameter in zip(norms, self.owned, strict=True):
+            n_bytes = norm_scratch(self.stage.device, parameter.n_elements, itemsize=FP32.itemsize)
+            scratch = [buffer_of("scratch of a norm", (n,), UINT8) for n in n_bytes]
+            yield from (*allocs(norm, *scratch), *frees(*scratch))
+        stacked = [buffer_of("norms of gradients", (len(norms),), FP32)] * bool(norms)
+        names = ("norm of this rank", "its square", "norm", "largest norm", "norm and epsilon", "factor")
+        local, square, norm, *factor = (buffer_of(name, (), dtype) for name in names)
+        yield from (*allocs(*stacked), *frees(*norms), *allocs(local), *frees(*stacked), *allocs(square))
+        what = "norm of gradients"
+        yield Collective(kind="all_reduce", axis="dp", what=what, payload_bytes=dtype.itemsize)
+        yield from (*allocs(norm), *frees(square), *allocs(*factor), *frees(*factor, norm, local))
 
     def _adam(self) -> Iterator[Event]:
         """Adam's temporaries: one parameter at a time on CPU, all at once on a GPU."""

@@ -29,7 +29,6 @@ def _check_modelled(model: Model, plan: Plan) -> None:
             f"precision={plan.precision!r}",
             " or ".join(map(repr, PRECISIONS)),
         ),
-        (plan.clip_grad_norm is not None, "clip_grad_norm (OSS.clip_grad_norm)", "none"),
         (bool(partly), f"{model.name}, of which a part is frozen,", "a model that is trained whole"),
         (bool(unused), f"{model.name}, whose {min(unused, default='')} gets no gradient,", "frozen weights"),
     )  # fmt: skip
