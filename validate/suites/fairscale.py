@@ -70,7 +70,7 @@ def _small() -> Iterator[Case]:
             "seq_len": 64,
         }
         plan = plan_of(**usual | asked)
-        yield Case(name=title(model, plan), model=model, plan=plan)
+        yield Case(name=f"{title(model, plan)}, FairScale", model=model, plan=plan)
 
 
 def gpu_fairscale(gpus: Gpus | None) -> tuple[Case, ...]:
