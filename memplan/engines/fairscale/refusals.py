@@ -18,6 +18,7 @@ def _check_modelled(model: Model, plan: Plan) -> None:
     """Raise for what has no rule yet, with FairScale's name of it."""
     partly = isinstance(model, TracedModel) and model.frozen
     unused = model.unused if isinstance(model, TracedModel) else ()
+    whole = "a model that is trained whole"
     options: tuple[tuple[bool, str, str], ...] = (
         (plan.zero == 3, "zero=3 (FullyShardedDataParallel)", "zero=2, or engine='torch'"),
         (plan.offload, "offload=True (move_params_to_cpu)", "zero=3 of engine='torch'"),
@@ -29,8 +30,8 @@ def _check_modelled(model: Model, plan: Plan) -> None:
             f"precision={plan.precision!r}",
             " or ".join(map(repr, PRECISIONS)),
         ),
-        (bool(partly), f"{model.name}, of which a part is frozen,", "a model that is trained whole"),
-        (bool(unused), f"{model.name}, whose {min(unused, default='')} gets no gradient,", "frozen weights"),
+        (bool(partly), f"{model.name}, of which a part is frozen,", whole),
+        (bool(unused), f"{model.name}, whose {min(unused, default='')} gets no gradient,", whole),
     )  # fmt: skip
     for asked, what, other in options:
         if asked:
