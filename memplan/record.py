@@ -36,7 +36,16 @@ StepPhase = Literal["forward", "backward", "optimizer"]
 """What a rank does at an instant of its step."""
 
 CollectiveKind = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute", "broadcast", "send", "recv", "copy"
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "permute",
+    "broadcast",
+    "reduce",
+    "send",
+    "recv",
+    "copy",
 ]
 
 COMPUTE: Final = "compute"

@@ -49,6 +49,8 @@ EXPECTED: Final = {
     "h100-offloading": (34, (28, 26, 29), (4e-6, 0.00012, 0.0093)),  # TRL's: 8 bytes a token
     "h100-optimizers": (66, (66, 65, 63), (0.0, 5e-5, 0.0012)),  # two beside adapters
     "h100-deepspeed": (108, (108, 108, 103), (0, 0, 0.0003)),
+    "a100-fairscale": (15, (15, 14, 14), (0, 0.0002, 0.0011)),
+    "h100-fairscale": (15, (15, 14, 14), (0, 0.0004, 0.0011)),
     "h100-trainers": (41, (41, 35, 25), (0, 0.0005, 0.0087)),  # FSDP as Accelerate loads it
     "a100-deepspeed": (91, (91, 91, 90), (0, 0, 0.0003)),
     "a100-frontier": (87, (87, 87, 87), EXACT),

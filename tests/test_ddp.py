@@ -7,9 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from memplan import Gpt
 from memplan.device import CPU
-from memplan.engines.options import plan_of
-from memplan.engines.torch import RankStages, Stage
-from memplan.engines.torch.ddp import (
+from memplan.engines.ddp import (
     POWERSGD_LEAST_RATE,
     POWERSGD_RANK,
     bucket_of,
@@ -19,6 +17,8 @@ from memplan.engines.torch.ddp import (
     reducer_of,
     reduction,
 )
+from memplan.engines.options import plan_of
+from memplan.engines.torch import RankStages, Stage
 from memplan.errors import PlanRefused
 from memplan.estimate import estimate, estimate_plan
 from memplan.plan import Rank
@@ -80,8 +80,11 @@ def test_beside_tensor_parallelism_the_divided_modules_gradients_come_last_from_
 
 def test_one_bucket_holds_them_all_and_small_ones_hold_one_each():
     everything = stage()
-    assert [len(bucket) for bucket in reducer_of(everything).buckets] == [len(everything.parameters())]
-    assert {len(bucket) for bucket in reducer_of(stage(bucket_cap_bytes=1)).buckets} == {1}
+    assert [len(bucket) for bucket in reducer_of(everything, everything.ddp).buckets] == [
+        len(everything.parameters())
+    ]
+    small = stage(bucket_cap_bytes=1)
+    assert {len(bucket) for bucket in reducer_of(small, small.ddp).buckets} == {1}
 
 
 @given(n=st.integers(1, 300), m=st.integers(1, 300))

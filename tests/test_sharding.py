@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from memplan.engines.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES, ddp_buckets
 from memplan.engines.torch.sharding import (
-    DDP_BUCKET_BYTES,
-    DDP_FIRST_BUCKET_BYTES,
-    ddp_buckets,
     padded_rows,
     padded_shard_elements,
     shard_elements,
@@ -75,7 +73,7 @@ def test_buckets_are_the_reducers(sizes, cap_bytes):
         tensors = [torch.empty(size) for size in sizes]
     expected: list[list[int]] = []
     if tensors:
-        limits = [cap_bytes or DDP_FIRST_BUCKET_BYTES, cap_bytes or DDP_BUCKET_BYTES]
+        limits = [cap_bytes or FIRST_BUCKET_BYTES, cap_bytes or BUCKET_BYTES]
         expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(sizes))
     assert [
         [int(p.name[1:]) for p in bucket] for bucket in ddp_buckets(parameters(*sizes), cap_bytes)
@@ -97,7 +95,7 @@ def test_buckets_by_hand(sizes_mib, buckets_mib):
 
 
 def test_the_limits_are_torchs():
-    assert dist._DEFAULT_FIRST_BUCKET_BYTES == DDP_FIRST_BUCKET_BYTES
+    assert dist._DEFAULT_FIRST_BUCKET_BYTES == FIRST_BUCKET_BYTES
 
 
 def test_the_largest_tensor_goes_first_and_the_emptiest_rank_gets_the_next():

@@ -44,8 +44,8 @@ Tensors = Literal["real", "fake"]
 REFERENCE: Final = "reference"
 """The name of a single-process run that another one is compared with."""
 
-TRAINING: Final = ("seq_len", "precision", "optimizer", "clip_grad_norm", "engine", "torch_version")
-"""The fields of a plan that a single-process reference run keeps, as far as its engine has them."""
+TRAINING: Final = ("seq_len", "precision", "optimizer", "clip_grad_norm", "torch_version")
+"""The fields of a plan that a single-process reference run keeps, which PyTorch itself runs."""
 
 LEAST_STEPS: Final = 6
 """Two to warm up, one whose collectives are counted, three whose memory is observed."""

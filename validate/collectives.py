@@ -25,6 +25,7 @@ COUNTED: dict[str, tuple[str, str]] = {
     "c10d::reduce_scatter_": ("reduce_scatter", "input_tensors"),
     "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
     "c10d::broadcast_": ("broadcast", "tensors"),
+    "c10d::reduce_": ("reduce", "tensors"),
     "c10d::alltoall_": ("all_to_all", "input_tensors"),
     "c10d::alltoall_base_": ("all_to_all", "input"),
     "c10d::send": ("send", "tensors"),

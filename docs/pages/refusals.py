@@ -23,7 +23,10 @@ PLACES: Final = {
     "memplan/search": "Searches",
     "memplan/launchers": "Files of other programs",
     "memplan/engines/textbook.py": "Engine `textbook`",
-    **{f"memplan/engines/{name}": f"Engine `{name}`" for name in ("torch", "deepspeed", "megatron")},
+    **{
+        f"memplan/engines/{name}": f"Engine `{name}`"
+        for name in ("torch", "deepspeed", "fairscale", "megatron")
+    },
 }
 """The heading of a module's refusals, by the start of its path; the last matching entry is taken."""
 WAY_OUT: Final = re.compile(

@@ -29,6 +29,7 @@ SUITES: Final = {
     "offloading": "inputs of recomputed blocks on the host",
     "trainers": "transformers' Trainer, alone, under DDP and FSDP",
     "deepspeed": "DeepSpeed's ZeRO-0 to 3",
+    "fairscale": "FairScale's OSS under DDP and ShardedDataParallel",
     "fullsize": "single ranks at true size, on tensors without data",
     "gpu-standin": "single ranks of 8 to 1,024, the others played",
     "standin": "single ranks of large worlds",

@@ -323,8 +323,8 @@ def ring_bytes(kind: CollectiveKind, payload_bytes: int, n_ranks: int) -> int:
     """What one of n ranks sends under a ring.
 
     all-reduce 2 (n-1)/n of the payload, all-gather and reduce-scatter (n-1)/n of the full tensor, all-to-all
-    (n-1)/n of the tensor, of which a rank keeps its own part, a broadcast (n-1)/n on average over the ranks,
-    a permutation, point to point and copies all of it, a receive nothing.
+    (n-1)/n of the tensor, of which a rank keeps its own part, a broadcast or a reduction to one rank (n-1)/n
+    on average over the ranks, a permutation, point to point and copies all of it, a receive nothing.
 
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
 
@@ -337,7 +337,7 @@ def ring_bytes(kind: CollectiveKind, payload_bytes: int, n_ranks: int) -> int:
     match kind:
         case "all_reduce":
             return 2 * payload_bytes * (n_ranks - 1) // n_ranks
-        case "all_gather" | "reduce_scatter" | "broadcast" | "all_to_all":
+        case "all_gather" | "reduce_scatter" | "broadcast" | "reduce" | "all_to_all":
             return payload_bytes * (n_ranks - 1) // n_ranks
         case "permute" | "send" | "copy":
             return payload_bytes
@@ -353,6 +353,7 @@ ENGINES: Final = Registry(
     own={
         "torch": "memplan.engines.torch:TORCH",
         "deepspeed": "memplan.engines.deepspeed:DEEPSPEED",
+        "fairscale": "memplan.engines.fairscale:FAIRSCALE",
         "megatron": "memplan.engines.megatron:MEGATRON",
         "textbook": "memplan.engines.textbook:TEXTBOOK",
     },

@@ -56,6 +56,7 @@ class EngineOptions(TypedDict, total=False):
     sub_group_size: int
     offload_optimizer: Literal["none", "cpu", "cpu-pinned"]
     offload_param: Literal["none", "cpu"]
+    reduce_buffer_size: int
     alloc_conf: str
     transformer_impl: Literal["transformer_engine", "local"]
     attention_backend: Literal["auto", "flash", "fused", "unfused"]

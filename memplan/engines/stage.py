@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 from memplan.device import Device
 from memplan.engines.recorded import recorded
@@ -13,9 +14,11 @@ from memplan.models import Layers, Model, TracedModel
 from memplan.models.base import Role as BlockRole
 from memplan.offload_activations import MOST_STASHED
 from memplan.plan import Plan
-from memplan.record import Free
-from memplan.shapes import UINT8, Buffer, Parameter, Role, buffer_of
-from memplan.tape import OpContext
+from memplan.record import Event, Free, allocs, frees
+from memplan.shapes import INT64, UINT8, Buffer, DType, Parameter, Role, buffer_of
+from memplan.tape import USUAL_BACKENDS, Backend, OpContext
+
+T = TypeVar("T")
 
 StageKind = tuple[bool, bool, tuple[Layers, ...]]
 """Whether a stage is the first, whether it is the last, and its blocks."""
@@ -180,3 +183,53 @@ class ModelStage(ABC):
         output = [one for one in head if after and one.name.startswith(f"{after}.")]
         yield [one for one in head if one not in output], model.buffers(self.plan.seq_len)
         yield output, ()
+
+
+class WholeStage(ModelStage):
+    """The whole model on a data-parallel rank, its weights in one type, `dtype`."""
+
+    def __init__(
+        self, model: Model, plan: Plan, device: Device, backend: Backend | None, dtype: DType
+    ) -> None:
+        self.model, self.plan, self.device, self.dtype = model, plan, device, dtype
+        self.backend = backend or USUAL_BACKENDS[device.type]
+        self.first = self.last = True
+        self.layers = model.layers
+        self.n_blocks = model.n_blocks
+
+    @cached_property
+    def trained(self) -> list[Parameter]:
+        """The optimizer's parameters, in the module's order."""
+        return trained(self.parameters())
+
+    def placed(self, of_trained: Iterable[T]) -> tuple[dict[Parameter, T], list[dict[Parameter, T]]]:
+        """A value for each trained parameter, by parameter: those of both ends, and those of each block."""
+        left = iter(of_trained)
+        blocks = [own for own, n, _ in self.block_parameters for _ in range(n)]
+        parts = [self.trace.embed_parameters, *blocks, self.trace.head_parameters]
+        embed, *places, head = [{one: next(left) for one in trained(part)} for part in parts]
+        return embed | head, places
+
+    @cached_property
+    def weights(self) -> dict[Parameter, Buffer]:
+        """Each weight as the module is made with it, and as it stays if it is not trained."""
+        types = {one: self.dtype if one.is_floating_point else one.dtype for one in self.parameters()}
+        return {one: buffer_of(one.name, one.shape, dtype, "weights") for one, dtype in types.items()}
+
+    @cached_property
+    def workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
+        """The workspaces that cuBLAS keeps for forward and for backward passes."""
+        passes = (self.trace.products, self.trace.products_backward)
+        return cublas_workspaces(self.device, self.op_context.torch_release, passes)
+
+    @cached_property
+    def inputs(self) -> list[Buffer]:
+        """The step's tokens and targets."""
+        return list(self.model.inputs(self.plan.n_micro_batches * self.plan.micro_batch, self.plan.seq_len))
+
+    def draw_inputs(self) -> Iterator[Event]:
+        """Allocates the step's tokens and targets, which memplan's own loop draws as one tensor."""
+        batch = self.plan.n_micro_batches * self.plan.micro_batch
+        drawn = buffer_of("tokens and targets", (batch, self.plan.seq_len + 1), INT64)
+        both = [] if isinstance(self.model, TracedModel) or self.model.computes_loss else [drawn]
+        yield from (*allocs(*both, *self.inputs), *frees(*both))

@@ -74,6 +74,7 @@ class PlanOptions(TypedDict, total=False):
     sub_group_size: int | Iterable[int]
     offload_optimizer: str | Iterable[str]
     offload_param: str | Iterable[str]
+    reduce_buffer_size: int | Iterable[int]
     alloc_conf: str
     transformer_impl: str | Iterable[str]
     attention_backend: str | Iterable[str]

@@ -45,13 +45,15 @@ MEASURED_AS: Final = {
     "reduce_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",
     "broadcast": "all_gather",
+    "reduce": "reduce_scatter",
     "permute": "send",
     "send": "send",
     "recv": "send",
 }
 """Which measured operation each `memplan.record.CollectiveKind` takes as long as.
 
-A broadcast's ring passes on all bytes, as an all-gather's does but for its first share.
+A broadcast's ring passes on all bytes, as an all-gather's does but for its first share; so do
+those of a reduction to one rank and of a reduce-scatter.
 """
 
 

@@ -16,6 +16,7 @@ from validate.suites.architectures import architectures
 from validate.suites.both import gpu_both
 from validate.suites.divided import context, divided, experts
 from validate.suites.drawn import drawn
+from validate.suites.fairscale import fairscale
 from validate.suites.families import families
 from validate.suites.file import read_suite
 from validate.suites.frontier import next_cases
@@ -42,6 +43,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "wild": wild,
     "families": families,
     "fsdp1": fsdp1,
+    "fairscale": fairscale,
     "divided": divided,
     "experts": experts,
     "context": context,

@@ -22,6 +22,7 @@ from validate.published.memory import ROWS, by_torchtitan, comparable_estimate, 
 from validate.suites.adapters import gpu_adapters
 from validate.suites.compiled import gpu_compiled
 from validate.suites.divided import gpu_divided
+from validate.suites.fairscale import gpu_fairscale
 from validate.suites.families import gpu_families
 from validate.suites.float8 import gpu_float8
 from validate.suites.losses import gpu_losses
@@ -477,6 +478,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-allocator": gpu_allocator,
     "gpu-fsdp1": gpu_fsdp1,
     "gpu-deepspeed": gpu_deepspeed,
+    "gpu-fairscale": gpu_fairscale,
     "gpu-published": gpu_published,
     "gpu-wild": gpu_wild,
     "gpu-divided": gpu_divided,

@@ -15,7 +15,7 @@ from torch import Tensor
 from memplan.errors import PlanRefused
 from validate.cases import Case, option
 
-SYSTEMS: Final = {"torch": "validate.systems.torch", "deepspeed": "validate.systems.deepspeed"}
+SYSTEMS: Final = {name: f"validate.systems.{name}" for name in ("torch", "deepspeed", "fairscale")}
 """The module that runs the framework of each of memplan's engines."""
 
 TRAINERS: Final = {"huggingface": "validate.systems.huggingface"}

@@ -16,8 +16,6 @@ from memplan.engines.deepspeed.stage_1_and_2 import DeepSpeedZeroOptimizer
 from memplan.engines.deepspeed.zero_optimizer import UPDATE_NAME, Optimizer
 from memplan.engines.flat import Slot, slots_of
 from memplan.engines.module_calls import Part, recorded_order
-from memplan.engines.stage import trained
-from memplan.models import TracedModel
 from memplan.plan import Rank
 from memplan.record import (
     AccumulateGrad,
@@ -32,7 +30,7 @@ from memplan.record import (
     repeated,
 )
 from memplan.replay import AllocatorProgram
-from memplan.shapes import FP32, INT64, buffer_of
+from memplan.shapes import FP32, buffer_of
 
 LOSS, SCALED = (buffer_of(name, (), FP32) for name in ("loss before the division", "loss times the scale"))
 
@@ -46,11 +44,7 @@ class DeepSpeedEngine:
     def __init__(self, stage: DeepSpeedStage, rank: Rank) -> None:
         self.stage, self.rank, self.trace = stage, rank, stage.trace
         slots = slots_of(stage.trained)
-        left = iter(slots)
-        blocks = [own for own, n, _ in stage.block_parameters for _ in range(n)]
-        parts = [self.trace.embed_parameters, *blocks, self.trace.head_parameters]
-        embed, *self.places, head = [{one: next(left) for one in trained(part)} for part in parts]
-        self.ends = embed | head
+        self.ends, self.places = stage.placed(slots)
         self.hooks: ModuleHooks | None = None
         self.optimizer: Optimizer
         match stage.plan.zero:
@@ -160,12 +154,8 @@ class DeepSpeedEngine:
 
     def _setup(self) -> Iterator[Event]:
         """The module's weights and buffers, the optimizer's tensors, the step's tokens."""
-        stage, plan = self.stage, self.stage.plan
+        stage = self.stage
         for parameters, buffers in stage.modules():
             whole = parameters if self.optimizer.keeps_weights else ()
             yield from allocs(*[stage.weights[one] for one in whole], *buffers)
-        yield from (*allocs(*stage.of_adam), *self.optimizer.setup())
-        batch = plan.n_micro_batches * plan.micro_batch
-        drawn = buffer_of("tokens and targets", (batch, plan.seq_len + 1), INT64)
-        both = [] if isinstance(stage.model, TracedModel) or stage.model.computes_loss else [drawn]
-        yield from (*allocs(*both, *stage.inputs), *frees(*both))
+        yield from (*allocs(*stage.of_adam), *self.optimizer.setup(), *stage.draw_inputs())

@@ -6,30 +6,25 @@ from typing import final
 
 from memplan.device import Device
 from memplan.engines.deepspeed.options import deepspeed_options
-from memplan.engines.stage import ModelStage, cublas_workspaces, trained
+from memplan.engines.stage import WholeStage
 from memplan.memory import Alive
-from memplan.models import Layers, Model, under_zero3
+from memplan.models import Model, under_zero3
 from memplan.plan import Plan
-from memplan.shapes import INT32, Buffer, Parameter, buffer_of
-from memplan.tape import USUAL_BACKENDS, Backend, OpContext
+from memplan.shapes import INT32, Buffer, buffer_of
+from memplan.tape import Backend, OpContext
 
 
 @final
-class DeepSpeedStage(ModelStage):
+class DeepSpeedStage(WholeStage):
     """The whole model in the type it computes in: `module.half()` or `module.bfloat16()`.
 
     Source: `deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model`.
     """
 
     def __init__(self, model: Model, plan: Plan, device: Device, backend: Backend | None) -> None:
-        self.model = under_zero3(model, device.type, plan.precision) if plan.zero == 3 else model
-        self.plan, self.device = plan, device
+        made = under_zero3(model, device.type, plan.precision) if plan.zero == 3 else model
+        super().__init__(made, plan, device, backend, plan.formats.compute)
         self.options = deepspeed_options(plan)
-        self.backend = backend or USUAL_BACKENDS[device.type]
-        self.first = self.last = True
-        self.layers: tuple[Layers, ...] = self.model.layers
-        self.n_blocks = self.model.n_blocks
-        self.dtype = plan.formats.compute
 
     @cached_property
     def op_context(self) -> OpContext:
@@ -38,28 +33,6 @@ class DeepSpeedStage(ModelStage):
             device=self.device, backend=self.backend, weight_dtype=self.dtype, micro_batch=plan.micro_batch,
             seq_len=plan.seq_len, loss_chunks=plan.loss_chunks, hooks_modules=plan.zero == 3,
         )  # fmt: skip
-
-    @cached_property
-    def trained(self) -> list[Parameter]:
-        """The optimizer's parameters, in the module's order."""
-        return trained(self.parameters())
-
-    @cached_property
-    def weights(self) -> dict[Parameter, Buffer]:
-        """Each weight as the module is made with it, and as it stays if it is not trained."""
-        types = {one: self.dtype if one.is_floating_point else one.dtype for one in self.parameters()}
-        return {one: buffer_of(one.name, one.shape, dtype, "weights") for one, dtype in types.items()}
-
-    @cached_property
-    def workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
-        """The workspaces that cuBLAS keeps for forward and for backward passes."""
-        passes = (self.trace.products, self.trace.products_backward)
-        return cublas_workspaces(self.device, self.op_context.torch_release, passes)
-
-    @cached_property
-    def inputs(self) -> list[Buffer]:
-        """The step's tokens and targets."""
-        return list(self.model.inputs(self.plan.n_micro_batches * self.plan.micro_batch, self.plan.seq_len))
 
     @cached_property
     def rest(self) -> Alive:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple, final
 
+from memplan.engines.ddp import ALL_REDUCE
 from memplan.engines.stage import trained
 from memplan.engines.torch.param_group import copied
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.torch.units import (
     ALL_GATHER,
-    ALL_REDUCE,
     REDUCE_SCATTER,
     CountedEvents,
     EqualParameters,

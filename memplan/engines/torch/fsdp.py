@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import Final, Literal, NamedTuple, final
 
 from memplan.engines.backward import added_to_older, backward_order, from_outside
-from memplan.engines.torch.module import (
+from memplan.engines.ddp import ALL_REDUCE
+from memplan.engines.module import (
     StageModule,
     before_blocks,
 )
@@ -17,7 +18,6 @@ from memplan.engines.torch.param_group import CommContext, ParamGroup, Units
 from memplan.engines.torch.stage import Stage
 from memplan.engines.torch.units import (
     ALL_GATHER,
-    ALL_REDUCE,
     REDUCE_SCATTER,
     CountedEvents,
     grouped,

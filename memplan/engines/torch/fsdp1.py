@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple, Self, final
 
 from memplan.engines.backward import backward_order
+from memplan.engines.ddp import ALL_REDUCE
+from memplan.engines.module import StageModule, before_blocks
 from memplan.engines.torch.flat_parameter import FlatParameter, FlatUnits
-from memplan.engines.torch.module import StageModule, before_blocks
 from memplan.engines.torch.stage import Stage
 from memplan.engines.torch.units import (
     ALL_GATHER,
-    ALL_REDUCE,
     REDUCE_SCATTER,
     CountedEvents,
     grouped,

@@ -7,13 +7,13 @@ is sharded, or partial sums. Every operation that reads both makes a copy with t
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from memplan.engines.adam import root_and_denominator, updated, updated_at_once
+from memplan.engines.ddp import partial_sum
 from memplan.engines.newton_schulz import STEPS, newton_schulz_products
 from memplan.engines.stage import trained
-from memplan.engines.torch.sharding import partial_sum
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.kernels import norm_scratch
 from memplan.mesh import WORLD, Group
-from memplan.optimizers import ADAM
 from memplan.placements import Partial, Shard
 from memplan.record import (
     Collective,
@@ -112,27 +112,6 @@ def implementation(stages: RankStages | Stage) -> str:
     return "foreach" if not stages.update_device.on_cpu else "for-loop"
 
 
-def update_in_backward(stage: Stage, parameter: Parameter, *, makes_states: bool) -> Iterator[Event]:
-    """What the update of one weight by an optimizer of its own allocates; in the first step its state too.
-
-    Source: PyTorch's tutorial "How to save memory by fusing an optimizer step into the backward pass"
-    (`register_post_accumulate_grad_hook`), `torch.optim.adam:_multi_tensor_adam`,
-    `torch.optim.adam:_single_tensor_adam`.
-    """
-    moments, chosen = stage.plan.kept.moments, implementation(stage)
-    shape, dtype = parameter.shape, stage.weight_dtype
-    if makes_states:
-        counts = moments == ADAM and (stage.update_device.on_cpu or chosen == "fused")
-        yield from allocs(*[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] * counts)
-        yield from allocs(
-            *[buffer_of(f"{parameter.name}.{one}", shape, dtype, "optimizer") for one in moments]
-        )
-    if moments == ADAM and chosen != "fused":
-        names = ("square root", "denominator")[: 2 if chosen == "for-loop" else 1]
-        made = [buffer_of(f"{parameter.name} ({name})", shape, dtype) for name in names]
-        yield from (*allocs(*made), *frees(*made))
-
-
 def _orthogonalized(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
     """Muon's updates of matrices, one by one: an orthogonalized one lives until the next is looked up.
 
@@ -197,12 +176,10 @@ def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
             for copies in _reads(stages, [(parameter, 1)]):
                 found += copies.events()
             if stages.is_adam:
-                names = [f"{parameter.name} ({what})" for what in ("square root", "denominator")]
-                elements = _elements(stages, parameter)
-                root, made = (buffer_of(name, (elements,), stages.weight_dtype) for name in names)
+                n_elements = _elements(stages, parameter)
+                root, made = root_and_denominator(parameter.name, n_elements, stages.weight_dtype)
                 denominator = denominators.setdefault(parameter, made)
-                found += (*allocs(root, denominator), *frees(root))
-                found += () if before is None else frees(before)
+                found += updated(root, denominator, before)
                 before = denominator
         yield repeated(events(UPDATE_NAME, found), times)
     if before is not None:
@@ -218,9 +195,8 @@ def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
         for copies in _reads(stages, group):
             yield from copies.events()
         if stages.is_adam:
-            sizes = [(f"{p.name} (square root)", n * _elements(stages, p)) for p, n in group]
-            made = [buffer_of(name, (elements,), stages.weight_dtype) for name, elements in sizes]
-            yield from (*allocs(*made), *frees(*made))
+            sizes = [(p.name, n * _elements(stages, p)) for p, n in group]
+            yield from updated_at_once(sizes, stages.weight_dtype)
 
 
 def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:

@@ -8,12 +8,12 @@ from copy import copy
 from functools import cached_property
 from itertools import groupby
 
+from memplan.engines.ddp import ALL_REDUCE, partial_sum
 from memplan.engines.stage import trained
-from memplan.engines.torch.sharding import n_shards, padded_shard_elements, partial_sum, shard_elements
+from memplan.engines.torch.sharding import n_shards, padded_shard_elements, shard_elements
 from memplan.engines.torch.stage import Stage, stored_dtype
 from memplan.engines.torch.units import (
     ALL_GATHER,
-    ALL_REDUCE,
     REDUCE_SCATTER,
     CountedEvents,
     EqualParameters,

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memplan.engines.torch import releasing
-from memplan.engines.torch.module import (
+from memplan.engines.module import (
     StageModule,
+    accumulation,
     backward_pass,
     forward_pass,
     named_pass,
@@ -23,6 +23,7 @@ from memplan.engines.torch.module import (
     turns,
     with_p2p,
 )
+from memplan.engines.torch import releasing
 from memplan.engines.torch.orders import plan_order
 from memplan.engines.torch.stage import RankStages
 from memplan.engines.torch.trainer import fetched
@@ -38,7 +39,7 @@ def schedule(stages: RankStages, modules: Sequence[Module]) -> list[Stretch]:
     """All passes of a step, given the modules of the rank's stages."""
     plan = stages.plan
     if plan.pp == 1:
-        return [*fetched(stages.trainer, plan), *_accumulation(modules[0], plan.n_micro_batches)]
+        return [*fetched(stages.trainer, plan), *accumulation(modules[0], plan.n_micro_batches)]
     keeps_received = stages.stages[0].keeps_received
     match plan.schedule:
         case "gpipe":
@@ -48,18 +49,6 @@ def schedule(stages: RankStages, modules: Sequence[Module]) -> list[Stretch]:
             return one_stage(stages, modules[0])
         case _:
             return (_Runtime if keeps_received else releasing.Runtime)(stages, modules).step()
-
-
-def _accumulation(module: Module, m: int) -> list[Stretch]:
-    """A training loop's micro-batches; DDP's are under `no_sync` but for the last."""
-
-    def micro_batch() -> Stretch:
-        forward = forward_pass(module, module.forward())
-        return chain("micro-batch", forward, backward_pass(module, module.backward()))
-
-    steps = repeat(m - 1, micro_batch, [module])
-    module.require_gradient_sync()
-    return [*steps, *repeat(1, micro_batch, [module])]
 
 
 def _gpipe(stages: RankStages, module: Module) -> list[Stretch]:

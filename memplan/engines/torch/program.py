@@ -2,19 +2,25 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
-from memplan.engines.stage import trained
-from memplan.engines.torch.ddp import DistributedDataParallel, reducer_of
+from memplan.engines.ddp import (
+    DistributedDataParallel,
+    broadcast_weights,
+    first_buckets,
+    flat_buckets,
+    reducer_of,
+)
+from memplan.engines.module import PlainModule, StageModule
 from memplan.engines.torch.flat_parameter import FlatRankStages
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.fsdp1 import FullyShardedDataParallel
-from memplan.engines.torch.module import PlainModule, StageModule
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.releasing import lets_outputs_go
-from memplan.engines.torch.sharding import ddp_buckets, place_among_shards
+from memplan.engines.torch.sharding import place_among_shards
 from memplan.engines.torch.stage import IN_USE, RankStages, Stage
+from memplan.engines.torch.update_in_backward import ModuleUpdatedInBackward
 from memplan.engines.trace import from_host
 from memplan.memory import Alive
 from memplan.models import TracedModel, ends_are_tied
@@ -22,11 +28,7 @@ from memplan.offload_activations import STREAM
 from memplan.plan import Rank
 from memplan.record import Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
-from memplan.shapes import FP32, INT64, Buffer, DType, Parameter, buffer_of
-from memplan.units import MiB
-
-BROADCAST_BYTES: Final = 250 * MiB
-"""Bytes of weights in each broadcast when DDP is constructed (`broadcast_bucket_size`)."""
+from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
 
 
 def module_of(stage: Stage, rank: Rank) -> StageModule[Any]:
@@ -34,7 +36,11 @@ def module_of(stage: Stage, rank: Rank) -> StageModule[Any]:
     if stage.plan.fsdp:
         place = place_among_shards(stage.plan, rank)
         return FSDPModule(stage, place) if stage.is_fsdp2 else FullyShardedDataParallel(stage, place)
-    return DistributedDataParallel(stage) if stage.plan.ddp else PlainModule(stage)
+    if stage.plan.ddp:
+        return DistributedDataParallel(stage, stage.ddp)
+    if stage.options.optimizer_in_backward:
+        return ModuleUpdatedInBackward(stage)
+    return PlainModule(stage, zeroed=not stage.options.set_to_none)
 
 
 def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> AllocatorProgram:
@@ -49,17 +55,17 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
     def step(of: RankStages, modules: Sequence[StageModule[Any]]) -> Stretch:
         return chain("step", *schedule(of, modules), *([] if of.offloads else [update(of, in_order=True)]))
 
-    first_buckets = {stage: _first_buckets(stages, stage) for stage in stages}
+    firsts = {stage: first_buckets(stage, stage.ddp) for stage in stages if stages.plan.ddp}
     rebuilt = [stage for stage in stages if stages.plan.ddp and not stage.finds_unused]
-    later = [bucket for stage in rebuilt for bucket in reducer_of(stage).buckets]
+    later = [bucket for stage in rebuilt for bucket in reducer_of(stage, stage.ddp).buckets]
     return AllocatorProgram(
-        setup=tuple(_setup(stages, first_buckets)),
+        setup=tuple(_setup(stages, firsts)),
         received=tuple(_received(stages)),
         start=tuple(_lazy_init(stages)),
         first_step=None if fresh is None else step(fresh, first),
         second=(
-            *frees(*[bucket for stage in rebuilt for bucket in first_buckets[stage]]),
-            *allocs(*_flat(later, stages), *stages.hook_workspaces.elements(), *stages.barrier.elements()),
+            *frees(*[bucket for stage in rebuilt for bucket in firsts[stage]]),
+            *allocs(*flat_buckets(later), *stages.hook_workspaces.elements(), *stages.barrier.elements()),
             *allocs(*stages.clipping.elements()),
         ),
         step=step(stages, own),
@@ -86,7 +92,7 @@ def _own(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> list[
     return made
 
 
-def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
+def _setup(stages: RankStages, firsts: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
     """The allocations before the first step, in order: weights, rotary angles, DDP's buckets, tokens.
 
     Source: `torch.nn.modules.module:Module._apply` (children first, a module's own buffers last).
@@ -105,7 +111,7 @@ def _setup(stages: RankStages, first_buckets: Mapping[Stage, list[Buffer]]) -> I
                 yield from allocs(*_weights(stages, parameters), *buffers)
         if plan.ddp:
             used = allocs(named[IN_USE]) if stage.finds_unused else ()
-            yield from (*_broadcast(stages, stage), *allocs(*first_buckets[stage]), *used)
+            yield from (*broadcast_weights(stage.parameters()), *allocs(*firsts[stage]), *used)
     if plan.formats.loss_scaled:
         one, product = buffer_of("1", (), FP32), buffer_of("1 times the loss scale", (), FP32)
         yield from (*allocs(one, *stages.loss_scale, product), *frees(one, product))
@@ -135,23 +141,6 @@ def _received(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
         yield inputs, 0 if stage.first else n
     for stage, (_, gradient) in reversed(received):
         yield gradient, 0 if stage.last else n
-
-
-def _broadcast(stages: RankStages, stage: Stage) -> Iterator[Event]:
-    """DDP's broadcast of the first rank's weights in flat copies, two of them alive at once.
-
-    Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`),
-    torch/csrc/distributed/c10d/comm.cpp (`broadcast_coalesced`: of a single tensor a view).
-    """
-    by_type: dict[DType, list[Parameter]] = {}
-    for parameter in stage.parameters():
-        by_type.setdefault(parameter.dtype, []).append(parameter)
-    found = [bucket for own in by_type.values() for bucket in ddp_buckets(own, BROADCAST_BYTES)]
-    copies = _flat([parameters for parameters in found if len(parameters) > 1], stages)
-    for i, copy in enumerate(copies):
-        yield from allocs(copy)
-        yield from frees(*copies[i - 1 : i])
-    yield from frees(*copies[-1:])
 
 
 def _weights(stages: RankStages, parameters: Iterable[Parameter]) -> Iterator[Buffer]:
@@ -232,26 +221,6 @@ def _padded(stages: RankStages, parameters: Iterable[Parameter], made: Iterable[
             elements = stages.weight_elements(parameter) + stages.padding_elements(parameter)
             padded = buffer_of(parameter.name, (elements,), stages.stored_dtype(parameter), "weights")
             yield from (*allocs(padded), *frees(shard))
-
-
-def _first_buckets(stages: RankStages, stage: Stage) -> list[Buffer]:
-    """DDP's bucket in the first step: one for all gradients, since the order in which they come is not known.
-
-    From the second step on there are several, rebuilt in the order in which gradients came.
-
-    Source: `torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper`,
-    torch/csrc/distributed/c10d/reducer.cpp (`rebuild_buckets`).
-    """
-    if stage.finds_unused:  # never rebuilt
-        return _flat(reducer_of(stage).buckets, stages)
-    return _flat([trained(stage.parameters())], stages) if stages.plan.ddp else []
-
-
-def _flat(found: Iterable[Sequence[Parameter]], stages: RankStages) -> list[Buffer]:
-    return [
-        buffer_of("DDP bucket", (sum([p.n_elements for p in parameters]),), parameters[0].dtype)
-        for parameters in found
-    ]
 
 
 def kept_by_hooks(modules: Iterable[StageModule[Any]]) -> Alive:

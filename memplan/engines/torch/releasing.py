@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any, Final, cast
 
-from memplan.engines.torch.lowering import Step, steps
-from memplan.engines.torch.module import (
+from memplan.engines.module import (
     StageModule,
     backward_pass,
     forward_pass,
@@ -26,6 +25,7 @@ from memplan.engines.torch.module import (
     turns,
     with_p2p,
 )
+from memplan.engines.torch.lowering import Step, steps
 from memplan.engines.torch.stage import RankStages
 from memplan.orders import LAST_PARTS, ActionKind
 from memplan.record import Stretch, chain, repeated

@@ -1,4 +1,4 @@
-"""How parameters are divided over ranks: FSDP2's rows, ZeroRedundancyOptimizer's tensors, DDP's buckets."""
+"""How parameters are divided over ranks: FSDP2's rows, ZeroRedundancyOptimizer's tensors."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -7,12 +7,8 @@ from math import prod
 from typing import Final
 
 from memplan.plan import Plan, Rank
-from memplan.record import Collective
 from memplan.shapes import Parameter, Shape
-from memplan.units import MiB, human_bytes
-
-DDP_FIRST_BUCKET_BYTES: Final = 1 * MiB
-DDP_BUCKET_BYTES: Final = 25 * MiB
+from memplan.units import human_bytes
 
 
 def padded_rows(n_rows: int, n_shards: int) -> int:
@@ -112,30 +108,3 @@ def zero_redundancy_partition(parameters: tuple[Parameter, ...], n_ranks: int) -
         partition[rank].append(parameter)
         heapreplace(least_first, (n_elements + parameter.n_elements, rank))
     return partition
-
-
-def partial_sum(n_bytes: int, calls: int = 1) -> Collective:
-    """The all-reduce of a partial gradient over the tensor axis: `Partial()` to `Replicate()`."""
-    return Collective(
-        kind="all_reduce", axis="tp", what="partial gradients", payload_bytes=n_bytes, calls=calls
-    )
-
-
-def ddp_buckets(parameters: Iterable[Parameter], cap_bytes: int | None = None) -> list[list[Parameter]]:
-    """The parameters of each all-reduce bucket; `parameters`: in the order of ready gradients.
-
-    A bucket closes once it has reached its limit: `cap_bytes`, or 1 MiB for the first and 25 MiB after.
-
-    Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`),
-    `torch.nn.parallel.distributed:_BucketCapacityConfig`.
-    """
-    buckets: list[list[Parameter]] = []
-    bucket: list[Parameter] = []
-    filled, limit = 0, cap_bytes or DDP_FIRST_BUCKET_BYTES
-    for parameter in parameters:
-        bucket.append(parameter)
-        filled += parameter.n_bytes
-        if filled >= limit:
-            buckets.append(bucket)
-            bucket, filled, limit = [], 0, cap_bytes or DDP_BUCKET_BYTES
-    return [*buckets, bucket] if bucket else buckets

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Final, Self, final
 
 from memplan.device import CPU, Device
+from memplan.engines.ddp import Arguments
 from memplan.engines.stage import ModelStage, StageKind, cublas_workspaces, trained
 from memplan.engines.torch.options import compiled_blocks, torch_options, weight_dtype
 from memplan.engines.torch.refusals import check_trace
@@ -142,6 +143,18 @@ class Stage(ModelStage):
         Source: transformers.trainer (`Trainer._build_accelerator_args`).
         """
         return self.has_trainer and self.plan.ddp and self.plan.recompute == "none"
+
+    @property
+    def ddp(self) -> Arguments:
+        """How DDP is called."""
+        options = self.options
+        return Arguments(
+            bucket_cap_bytes=options.bucket_cap_bytes,
+            comm_hook=options.ddp_comm_hook,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            finds_unused=self.finds_unused,
+            set_to_none=options.set_to_none,
+        )
 
     @property
     def is_fsdp2(self) -> bool:

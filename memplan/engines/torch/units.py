@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from memplan.engines.ddp import ALL_REDUCE
 from memplan.engines.trace import Segment, buffer_in
 from memplan.mesh import HOST
 from memplan.mesh import Group as MeshGroup
@@ -11,8 +12,8 @@ from memplan.shapes import Parameter, Role
 
 Group = TypeVar("Group")
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
-"""The streams on which FSDP communicates."""
+ALL_GATHER, REDUCE_SCATTER = "all-gather", "reduce-scatter"
+"""The streams on which FSDP communicates, beside that of all-reduces."""
 
 CountedEvents = tuple[tuple[Event, ...], int]
 """Events, and how often they happen."""

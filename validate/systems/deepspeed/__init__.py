@@ -12,7 +12,6 @@ from typing import Any, Final, cast
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from memplan import Plan
@@ -20,25 +19,15 @@ from memplan.engines.deepspeed.options import DEEPSPEED_VERSION, OF_STAGE_3, dee
 from memplan.errors import MemplanError, PlanRefused
 from memplan.models import Decoder, Llama
 from memplan.models.torchtitan import TorchtitanLlama
-from memplan.plan import Rank
 from memplan.tracing.torchtitan import rotations
 from validate.cases import Case
 from validate.standin import materialised
 from validate.systems import Training
 from validate.systems.deepspeed.patches import without_kernels
 from validate.systems.torch import modules
-from validate.systems.torch.modules import Transformer, token_loss
+from validate.systems.torch.modules import Transformer
 from validate.systems.torch.parallelize import torch_dtype
-from validate.systems.torch.passes import batch
-from validate.systems.torch.wild import (
-    checkpoint_blocks,
-    checkpoint_only,
-    loss_of,
-    stacks_of,
-    values_as_on_a_gpu,
-    wild_inputs,
-    wild_of,
-)
+from validate.systems.whole import axis_of_groups, losses, module_of_others
 
 MASTERS: Final = {
     0: "fp32_groups_flat",
@@ -87,7 +76,7 @@ class DeepSpeedTraining(Training):
     """
 
     def __init__(self, engine: Any, plan: Plan, loss_of: Callable[[int], Tensor]) -> None:
-        super().__init__(_axis_of_group())
+        super().__init__(axis_of_groups())
         self._engine, self._loss_of = engine, loss_of
         self._n_micro_batches = plan.n_micro_batches
 
@@ -148,13 +137,6 @@ class DeepSpeedTraining(Training):
         raise PlanRefused("engine='deepspeed' is run for its bytes only; use device 'nogpu'.")
 
 
-def _axis_of_group() -> dict[str, str]:
-    """All groups of all ranks are of the data axis: DeepSpeed makes several."""
-    n = dist.get_world_size()
-    names = dist.distributed_c10d._world.pg_names
-    return {str(name): "dp" for group, name in names.items() if group.size() == n}
-
-
 def prepared(case: Case, rank: int, device: torch.device) -> Training:
     """The case's engine on this rank.
 
@@ -184,18 +166,7 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
             config=config,
             model_parameters=[one for one in module.parameters() if one.requires_grad],
         )
-    return DeepSpeedTraining(engine, plan, _losses(case, engine, at, device))
-
-
-def _losses(case: Case, engine: Any, at: Rank, device: torch.device) -> Callable[[int], Tensor]:
-    """The loss of the i-th micro-batch of this rank."""
-    plan, n = case.plan, case.plan.n_micro_batches
-    if isinstance(case.model, Decoder) and not case.is_of_others:
-        tokens, targets = (one.chunk(n) for one in batch(case.model, plan, at, seed=case.seed, device=device))
-        return lambda i: token_loss(engine(tokens[i]), targets[i], chunks=plan.loss_chunks)
-    inputs = wild_inputs(case.model, plan, at, device, seed=case.seed)
-    parts = [{name: value.chunk(n)[i] for name, value in inputs.items()} for i in range(n)]
-    return values_as_on_a_gpu()(lambda i: loss_of(engine, parts[i]))
+    return DeepSpeedTraining(engine, plan, losses(case, engine, at, device))
 
 
 def _ranks(plan: Plan, rank: int) -> dict[str, str]:
@@ -221,7 +192,7 @@ def _module(case: Case, device: torch.device, config: dict[str, Any]) -> nn.Modu
             stack.enter_context(_in_float32(case, device))
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=config, dtype=half))
         stack.enter_context(device if plan.zero == 3 else torch.device("meta"))
-        made: nn.Module = _of_others(case) if case.is_of_others else _own(cast(Decoder, model), plan)
+        made: nn.Module = module_of_others(case) if case.is_of_others else _own(cast(Decoder, model), plan)
     made.train()
     for one in made.parameters():
         one.data = one.data.to(half)
@@ -246,14 +217,4 @@ def _own(model: Decoder, plan: Plan) -> Transformer:
     """The model in memplan's own modules."""
     made = Transformer(model, range(model.n_layers), seq_len=plan.seq_len)
     made.recompute, made.recompute_blocks = plan.recompute, plan.recompute_blocks
-    return made
-
-
-def _of_others(case: Case) -> nn.Module:
-    """The module of a traced model, or of transformers, which is made as `from_pretrained` makes it."""
-    with import_module("transformers.initialization").no_init_weights():
-        made = wild_of(case.model).module()
-    cast(Any, made).tie_weights()
-    checkpoint_blocks(made, case.plan)
-    checkpoint_only(stacks_of(made, case.model), made, case.plan)
     return made

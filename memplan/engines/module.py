@@ -10,11 +10,10 @@ from copy import copy
 from functools import partial
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar, cast, final
+from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 
 from memplan.engines.backward import added_to_older, backward_order, from_outside
-from memplan.engines.torch.optimizer import update_in_backward
-from memplan.engines.torch.stage import Stage
+from memplan.engines.stage import ModelStage
 from memplan.engines.trace import Segment, Trace
 from memplan.orders import ActionKind
 from memplan.record import (
@@ -62,8 +61,8 @@ class StageModule(ABC, Generic[State]):
     Source: `torch.distributed.pipelining.stage:_PipelineStageBase.get_fwd_recv_ops` and the three beside it.
     """
 
-    def __init__(self, stage: Stage, initial: State) -> None:
-        self.stage = stage
+    def __init__(self, stage: ModelStage, initial: State) -> None:
+        self.stage: Any = stage  # the engine's own kind of `ModelStage`
         self.trace = stage.trace
         self.initial = self.state = initial
         self.original: StageModule[State] = self
@@ -218,29 +217,22 @@ class StageModule(ABC, Generic[State]):
 
 
 class PlainState(NamedTuple):
-    """Whether there are gradients, and whether updates in the backward pass make the optimizer's state."""
+    """Whether there are gradients."""
 
     has_grads: bool
-    makes_states: bool = False
 
 
-@final
 class PlainModule(StageModule[PlainState]):
     """A module without a wrapper: no other rank has its weights.
 
-    With `optimizer_in_backward` a hook of each weight updates it and frees its gradient.
+    `zeroed`: its gradients are zeroed after each step, and stay.
     """
 
-    def __init__(self, stage: Stage) -> None:
-        super().__init__(stage, PlainState(has_grads=not stage.options.set_to_none))
-
-    def in_first_step(self) -> Self:
-        other = self.fresh()
-        other.state = other.state._replace(makes_states=self.stage.options.optimizer_in_backward)
-        return other
+    def __init__(self, stage: ModelStage, *, zeroed: bool) -> None:
+        super().__init__(stage, PlainState(has_grads=zeroed))
 
     def _made_grads(self) -> None:
-        self.state = PlainState(has_grads=not self.stage.options.optimizer_in_backward)
+        self.state = PlainState(has_grads=True)
 
     def _backward(self) -> Stretch:
         played = chain(
@@ -255,22 +247,7 @@ class PlainModule(StageModule[PlainState]):
 
     def _added(self, segment: Segment) -> tuple[Event, ...]:
         """A backward segment's events; gradients are added to older ones if there are any."""
-        if self.stage.options.optimizer_in_backward:
-            return tuple(self._updated(segment.events))
         return added_to_older(segment) if self.state.has_grads else segment.events
-
-    def _updated(self, found: Iterable[Event]) -> Iterator[Event]:
-        """A backward segment's events, with each weight's update once its gradient is there.
-
-        Source: torch/csrc/autograd/functions/accumulate_grad.cpp (`tensor_post_acc_grad_hooks`).
-        """
-        for event in found:
-            yield event
-            if isinstance(event, AccumulateGrad):
-                yield from update_in_backward(
-                    self.stage, event.parameter, makes_states=self.state.makes_states
-                )
-                yield Free(event.buffer)
 
     def _blocks(self) -> Iterator[Stretch]:
         """The blocks' backward passes, the last first; its gradient comes from the head or another stage."""
@@ -387,3 +364,15 @@ def forward_pass(module: StageModule[Any], *parts: Stretch) -> Stretch:
 def backward_pass(module: StageModule[Any], *parts: Stretch) -> Stretch:
     """A micro-batch's backward pass with the receive before it and the send after it."""
     return passed(0, "backward", *with_p2p(module, "backward", parts))
+
+
+def accumulation(module: StageModule[Any], m: int) -> list[Stretch]:
+    """A training loop's micro-batches; DDP's are under `no_sync` but for the last."""
+
+    def micro_batch() -> Stretch:
+        forward = forward_pass(module, module.forward())
+        return chain("micro-batch", forward, backward_pass(module, module.backward()))
+
+    steps = repeat(m - 1, micro_batch, [module])
+    module.require_gradient_sync()
+    return [*steps, *repeat(1, micro_batch, [module])]

@@ -9,17 +9,15 @@ Source: torch/csrc/distributed/c10d/reducer.cpp (`Reducer`), `torch.distributed.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import groupby, islice
 from typing import Final, NamedTuple, final
 
 from memplan.engines.backward import backward_order, from_outside
+from memplan.engines.module import StageModule, before_blocks
 from memplan.engines.split import BlockRuns
-from memplan.engines.stage import trained
-from memplan.engines.torch.module import StageModule, before_blocks
-from memplan.engines.torch.sharding import ddp_buckets, partial_sum
-from memplan.engines.torch.stage import Stage
-from memplan.engines.torch.units import ALL_REDUCE
+from memplan.engines.stage import ModelStage, trained
 from memplan.engines.trace import Segment, Trace, buffer_in, gradients
 from memplan.memory import Alive
 from memplan.record import (
@@ -38,6 +36,15 @@ from memplan.record import (
     repeated,
 )
 from memplan.shapes import BF16, FP16, Buffer, DType, Parameter, buffer_of
+from memplan.units import MiB
+
+ALL_REDUCE: Final = "all-reduce"
+"""The stream of all-reduces."""
+
+FIRST_BUCKET_BYTES: Final = 1 * MiB
+BUCKET_BYTES: Final = 25 * MiB
+BROADCAST_BYTES: Final = 250 * MiB
+"""Bytes of weights in each broadcast when DDP is constructed (`broadcast_bucket_size`)."""
 
 POWERSGD_RANK: Final = 1
 """Columns of PowerSGD's P and Q (`matrix_approximation_rank`'s default)."""
@@ -47,6 +54,45 @@ POWERSGD_LEAST_RATE: Final = 2
 
 COMPRESSED: Final = {"fp16": FP16, "bf16": BF16}
 """The type that each compressing hook reduces in."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The arguments of `DistributedDataParallel`, and whether gradients are freed after each step."""
+
+    bucket_cap_bytes: int | None = None
+    comm_hook: str = "none"
+    gradient_as_bucket_view: bool = False
+    finds_unused: bool = False
+    set_to_none: bool = True
+
+
+def partial_sum(n_bytes: int, calls: int = 1) -> Collective:
+    """The all-reduce of a partial gradient over the tensor axis: `Partial()` to `Replicate()`."""
+    return Collective(
+        kind="all_reduce", axis="tp", what="partial gradients", payload_bytes=n_bytes, calls=calls
+    )
+
+
+def ddp_buckets(parameters: Iterable[Parameter], cap_bytes: int | None = None) -> list[list[Parameter]]:
+    """The parameters of each all-reduce bucket; `parameters`: in the order of ready gradients.
+
+    A bucket closes once it has reached its limit: `cap_bytes`, or 1 MiB for the first and 25 MiB after.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`),
+    `torch.nn.parallel.distributed:_BucketCapacityConfig`.
+    """
+    buckets: list[list[Parameter]] = []
+    bucket: list[Parameter] = []
+    filled, limit = 0, cap_bytes or FIRST_BUCKET_BYTES
+    for parameter in parameters:
+        bucket.append(parameter)
+        filled += parameter.n_bytes
+        if filled >= limit:
+            buckets.append(bucket)
+            bucket, filled, limit = [], 0, cap_bytes or BUCKET_BYTES
+    return [*buckets, bucket] if bucket else buckets
 
 
 class Bucket(NamedTuple):
@@ -245,18 +291,55 @@ def filled_by(
 _reducer = lru_cache(maxsize=256)(Reducer)
 
 
-def reducer_of(stage: Stage) -> Reducer:
+def reducer_of(stage: ModelStage, asked: Arguments) -> Reducer:
     """The reducer of a stage under DDP."""
-    cap_bytes, hook = stage.options.bucket_cap_bytes, stage.options.ddp_comm_hook
     return _reducer(
         stage.trace,
         stage.runs,
-        stage.weight_dtype,
-        cap_bytes,
-        hook,
+        stage.plan.formats.stored,
+        asked.bucket_cap_bytes,
+        asked.comm_hook,
         last=stage.last,
-        finds_unused=stage.finds_unused,
+        finds_unused=asked.finds_unused,
     )
+
+
+def broadcast_weights(parameters: Sequence[Parameter]) -> Iterator[Event]:
+    """DDP's broadcast of the first rank's weights in flat copies, two of them alive at once.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp (`compute_bucket_assignment_by_size`),
+    torch/csrc/distributed/c10d/comm.cpp (`broadcast_coalesced`: of a single tensor a view).
+    """
+    by_type: dict[DType, list[Parameter]] = {}
+    for parameter in parameters:
+        by_type.setdefault(parameter.dtype, []).append(parameter)
+    found = [bucket for own in by_type.values() for bucket in ddp_buckets(own, BROADCAST_BYTES)]
+    copies = flat_buckets([own for own in found if len(own) > 1])
+    for i, copy in enumerate(copies):
+        yield from allocs(copy)
+        yield from frees(*copies[i - 1 : i])
+    yield from frees(*copies[-1:])
+
+
+def first_buckets(stage: ModelStage, asked: Arguments) -> list[Buffer]:
+    """DDP's bucket in the first step: one for all gradients, since the order in which they come is not known.
+
+    From the second step on there are several, rebuilt in the order in which gradients came.
+
+    Source: `torch.nn.parallel.distributed:DistributedDataParallel._ddp_init_helper`,
+    torch/csrc/distributed/c10d/reducer.cpp (`rebuild_buckets`).
+    """
+    if asked.finds_unused:  # never rebuilt
+        return flat_buckets(reducer_of(stage, asked).buckets)
+    return flat_buckets([trained(stage.parameters())])
+
+
+def flat_buckets(found: Iterable[Sequence[Parameter]]) -> list[Buffer]:
+    """The buffers of buckets of these parameters."""
+    return [
+        buffer_of("DDP bucket", (sum([p.n_elements for p in parameters]),), parameters[0].dtype)
+        for parameters in found
+    ]
 
 
 class _Backward:
@@ -377,15 +460,16 @@ class DistributedDataParallel(StageModule[DdpState]):
     Plays `torch.nn.parallel.distributed:DistributedDataParallel`.
     """
 
-    def __init__(self, stage: Stage) -> None:
-        zeroed = not stage.options.set_to_none
-        super().__init__(stage, DdpState(has_grads=zeroed, require_forward_param_sync=stage.plan.pp == 1))
-        self.into_views = stage.options.gradient_as_bucket_view and stage.options.set_to_none
+    def __init__(self, stage: ModelStage, asked: Arguments) -> None:
+        first = DdpState(has_grads=not asked.set_to_none, require_forward_param_sync=stage.plan.pp == 1)
+        super().__init__(stage, first)
+        self.reducer = reducer_of(stage, asked)
+        self.into_views = asked.gradient_as_bucket_view and asked.set_to_none
 
     @property
     def between_steps(self) -> Alive:
         """What the hook keeps from step to step."""
-        own = reducer_of(self.stage)
+        own = self.reducer
         return Counter([buffer for size in own.sizes for buffer in kept(own.hook, size, own.dtype)])
 
     def _made_grads(self) -> None:
@@ -424,6 +508,6 @@ class DistributedDataParallel(StageModule[DdpState]):
     def _backward(self) -> Stretch:
         reduces = self.state.require_backward_grad_sync
         drops = self.state.has_grads + (reduces and self.into_views)
-        played = reducer_of(self.stage).backward(drops, reduces=reduces)
+        played = self.reducer.backward(drops, reduces=reduces)
         self._made_grads()
         return chain("backward", played, *self.returned())

@@ -1,0 +1,66 @@
+"""A module whose weights each have an optimizer of their own, which steps within the backward pass.
+
+Source: PyTorch's tutorial "How to save memory by fusing an optimizer step into the backward pass"
+(`register_post_accumulate_grad_hook`); torchtune's `optimizer_in_bwd`.
+"""
+
+from collections.abc import Iterator
+from typing import Self, final
+
+from memplan.engines.adam import root_and_denominator, updated, updated_at_once
+from memplan.engines.module import PlainModule
+from memplan.engines.torch.optimizer import implementation
+from memplan.engines.torch.stage import Stage
+from memplan.engines.trace import Segment
+from memplan.optimizers import ADAM
+from memplan.record import AccumulateGrad, Event, allocs, frees
+from memplan.shapes import FP32, Parameter, buffer_of
+
+
+@final
+class ModuleUpdatedInBackward(PlainModule):
+    """A module without a wrapper; a hook of each weight updates it and frees its gradient.
+
+    The updates of the first step make the optimizer's state.
+    """
+
+    stage: Stage
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage, zeroed=False)
+        self.makes_states = False
+
+    def in_first_step(self) -> Self:
+        other = self.fresh()
+        other.makes_states, other._played = True, {}
+        return other
+
+    def _made_grads(self) -> None:
+        return
+
+    def _added(self, segment: Segment) -> tuple[Event, ...]:
+        """A backward segment's events, with each weight's update once its gradient is there.
+
+        Source: torch/csrc/autograd/functions/accumulate_grad.cpp (`tensor_post_acc_grad_hooks`).
+        """
+        found: list[Event] = []
+        for event in segment.events:
+            found.append(event)
+            if isinstance(event, AccumulateGrad):
+                found += (*self._update(event.parameter), *frees(event.buffer))
+        return tuple(found)
+
+    def _update(self, parameter: Parameter) -> Iterator[Event]:
+        """What the update of one weight allocates."""
+        stage = self.stage
+        moments, chosen, dtype = stage.plan.kept.moments, implementation(stage), stage.weight_dtype
+        if self.makes_states:
+            counts = moments == ADAM and (stage.update_device.on_cpu or chosen == "fused")
+            made = [buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] * counts
+            names = [f"{parameter.name}.{moment}" for moment in moments]
+            yield from allocs(*made, *[buffer_of(one, parameter.shape, dtype, "optimizer") for one in names])
+        if moments == ADAM and chosen == "for-loop":
+            root, denominator = root_and_denominator(parameter.name, parameter.n_elements, dtype)
+            yield from (*updated(root, denominator, None), *frees(denominator))
+        elif moments == ADAM and chosen == "foreach":
+            yield from updated_at_once([(parameter.name, parameter.n_elements)], dtype)

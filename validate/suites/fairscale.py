@@ -1,0 +1,94 @@
+"""FairScale: OSS under DistributedDataParallel and ShardedDataParallel."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+from memplan.engines.options import plan_of
+from memplan.errors import InvalidValue
+from memplan.models import Decoder
+from memplan.tape import Backend
+from validate.cases import UNTIMED_STEPS, Case, runnable, title
+from validate.gpus import Gpus
+from validate.suites.models import GPT, GPT_TIED, LLAMA, LLAMA_ODD, LLAMA_TIED
+
+SMALL: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
+    (LLAMA, {"zero": 1}),
+    (GPT, {"zero": 1, "dp": 4, "clip_grad_norm": 0.1}),
+    (GPT, {"zero": 1, "dp": 3, "precision": "bf16-mixed", "micro_batch": 2}),
+    (LLAMA_ODD, {"zero": 1, "dp": 4, "recompute": "full", "optimizer": "sgd-momentum"}),
+    (GPT_TIED, {"zero": 1, "global_batch": 8, "optimizer": "sgd"}),
+    (GPT, {}),
+    (LLAMA, {"reduce_buffer_size": 20_000}),
+    (LLAMA_TIED, {"dp": 3, "reduce_buffer_size": 0}),
+    (LLAMA_ODD, {"dp": 4, "reduce_buffer_size": 40_000, "optimizer": "adam", "recompute": "full"}),
+    (GPT_TIED, {"reduce_buffer_size": 100_000, "global_batch": 8, "optimizer": "sgd-momentum"}),
+    (LLAMA, {"reduce_buffer_size": 50_000, "precision": "bf16-mixed", "global_batch": 12, "micro_batch": 2}),
+    (GPT, {"dp": 4, "reduce_buffer_size": 1000, "precision": "bf16", "micro_batch": 2}),
+    (LLAMA, {"dp": 3, "reduce_buffer_size": 50_000, "clip_grad_norm": 0.1}),
+    (LLAMA, {"dp": 4, "reduce_buffer_size": 0, "recompute": "selective", "global_batch": 8}),
+)
+"""Models and what each plan has beside ZeRO-2 of two ranks in float32."""
+
+LLAMA_8B: Final = runnable("llama-3-8b")
+GPT_XL: Final = replace(runnable("gpt2-xl"), tied_head=False, max_seq_len=4096)
+
+FULL: Final[dict[str, Any]] = {"recompute": "full"}
+
+LARGE: Final[tuple[tuple[Decoder, int, dict[str, Any], int], ...]] = (
+    (LLAMA_8B, 8, {"zero": 1}, 0),
+    (LLAMA_8B, 8, {"zero": 1, **FULL, "global_batch": 24}, 7),
+    (LLAMA_8B, 8, {"zero": 1, "dp": 64, "precision": "bf16", **FULL}, 1),
+    (GPT_XL, 48, {"zero": 1, **FULL}, 3),
+    (LLAMA_8B, 8, {**FULL}, 0),
+    (LLAMA_8B, 8, {"reduce_buffer_size": 0}, 1),
+    (LLAMA_8B, 8, {"dp": 64, "reduce_buffer_size": 2**25, **FULL}, 1),
+    (LLAMA_8B, 8, {"precision": "bf16-autocast", **FULL}, 2),
+    (LLAMA_8B, 16, {"precision": "bf16", "global_batch": 32, **FULL}, 5),
+    (LLAMA_8B, 32, {"dp": 64, "precision": "bf16", "clip_grad_norm": 1.0, **FULL}, 63),
+    (LLAMA_8B, 4, {"optimizer": "sgd-momentum", "micro_batch": 2}, 4),
+    (GPT_XL, 16, {"clip_grad_norm": 1.0}, 0),
+    (GPT_XL, 48, {"precision": "fp32", **FULL}, 2),
+    (GPT_XL, 48, {"dp": 64, "optimizer": "adam", **FULL}, 63),
+    (GPT_XL, 24, {"precision": "bf16", "recompute": "selective", "global_batch": 16}, 6),
+)
+"""A model, its layers, what its plan has beside ZeRO-2 of eight ranks, and the rank that runs alone."""
+
+
+def fairscale() -> tuple[Case, ...]:
+    """FairScale on CPU ranks."""
+    return tuple(_small())
+
+
+def _small() -> Iterator[Case]:
+    for model, asked in SMALL:
+        usual: dict[str, Any] = {
+            "engine": "fairscale",
+            "dp": 2,
+            "zero": 2,
+            "precision": "fp32",
+            "seq_len": 64,
+        }
+        plan = plan_of(**usual | asked)
+        yield Case(name=f"{title(model, plan)}, FairScale", model=model, plan=plan)
+
+
+def gpu_fairscale(gpus: Gpus | None) -> tuple[Case, ...]:
+    """FairScale on one rank of a world with stand-ins for the others.
+
+    Raises:
+        InvalidValue: without a GPU.
+    """
+    if gpus is None:
+        raise InvalidValue("gpu-fairscale has models of true size; use nogpu, or the suite fairscale.")
+    return tuple(_large(*row, gpus) for row in LARGE)
+
+
+def _large(model: Decoder, n_layers: int, asked: dict[str, Any], rank: int, gpus: Gpus) -> Case:
+    usual: dict[str, Any] = {"engine": "fairscale", "dp": 8, "zero": 2, "seq_len": 4096}
+    plan = plan_of(**usual | asked)
+    own = replace(model, n_layers=n_layers)
+    name = f"{title(own, plan)}, {n_layers} layers, {plan.n_micro_batches} x {plan.seq_len}, rank {rank}"
+    case = Case(name=name, model=own, plan=plan, rank=rank, steps=UNTIMED_STEPS, timeout_s=600.0)
+    backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
+    return replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend)
