@@ -495,7 +495,7 @@ class Estimate:
 
     @property
     def tokens_per_s_band(self) -> tuple[float, float] | None:
-        """`tokens_per_s` times what published runs reached of it, the least and the most; None: not known."""
+        """`tokens_per_s` times what nine in ten published runs reached of it; None: not known."""
         rate, band = self.tokens_per_s, self.time_model.band
         return None if rate is None or band is None else (rate * band.low, rate * band.high)
 

@@ -210,7 +210,9 @@ def _rate_remark(estimate: Estimate) -> str:
     band, where = estimate.time_model.band, estimate.cluster
     if where is not None and where.efficiency is not None:
         return f" (products at {where.efficiency:.0%} of the peak rate, as you said)"
-    off = "" if band is None else f"; published runs had {band.low} to {band.high} times this rate"
+    off = (
+        "" if band is None else f"; nine in ten published runs had {band.low} to {band.high} times this rate"
+    )
     return f" (MFU {estimate.mfu or 0.0:.0%}{off})"
 
 

@@ -5,10 +5,12 @@ from dataclasses import replace
 from statistics import median
 from zlib import crc32
 
+import numpy as np
 import pytest
 
 from memplan import parameter_count
 from memplan.time.step import Measured
+from validate.published import memory
 from validate.published.fits import (
     INEXPRESSIBLE,
     MPT_SIZES,
@@ -107,3 +109,12 @@ def test_long_sequences_on_a100_ran_flash_attention_1(row_id):
     published = published_s(row, e)
     assert abs(e.step_s / published - 1) < 0.07
     assert replace(e, time_model=Measured(flash=2)).step_s / published - 1 < -0.17
+
+
+@pytest.mark.slow
+def test_the_band_of_rates_is_that_of_the_published_runs_of_whole_plans(everything):
+    """Nine in ten of the eager runs with a published rate whose plan memplan expresses in full."""
+    others = [memory.compared(row) for row in read_rows(memory.ROWS) if not memory.compiles(row)]
+    whole = [c for c in (*everything, *others) if c.time_error is not None and not c.differences]
+    low, high = np.percentile([1 + c.time_error for c in whole], [5, 95])
+    assert (round(low, 2), round(high, 2), len(whole)) == Measured().band

@@ -262,9 +262,11 @@ def test_a_link_that_nothing_crosses_needs_no_rate():
 
 def test_the_text_says_how_far_to_trust_it(estimate):
     low, high, n_runs = estimate.time_model.band
-    assert f"published runs had {low} to {high} times this rate" in " ".join(str(estimate).split())
+    assert f"nine in ten published runs had {low} to {high} times this rate" in " ".join(
+        str(estimate).split()
+    )
     text = " ".join(estimate_text(estimate, details=True).split())
-    assert f"{n_runs} published runs had {low} to {high} times the rate" in text
+    assert f"nine in ten of {n_runs} published runs had {low} to {high} times the rate" in text
     assert estimate.to_dict()["time"]["confidence"].startswith("Times add up products, attention")
     assert estimate.tokens_per_s_band == (low * estimate.tokens_per_s, high * estimate.tokens_per_s)
 

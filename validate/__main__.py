@@ -52,6 +52,7 @@ from validate.machine import Budget, machine_budget, read_bytes
 from validate.outputs import begins_with, check_folder, check_new_folder, output_files
 from validate.progress import progress
 from validate.published import bigscience, fits, megatron_ci, megatron_times, memory, nemo_times
+from validate.published import coverage as covered
 from validate.records import Record, RecordFile, RecordLines, merged, open_records, read_records
 from validate.requests import n_equal, record_requests
 from validate.shipped import found_files
@@ -588,7 +589,8 @@ def rejudge(files: tuple[Path, ...], out: Path) -> None:
     default="torch",
     help="Whose runs; torch: PyTorch's.",
 )
-def compare_published(file: Path | None, as_json: bool, engine: str) -> None:
+@click.option("--coverage", is_flag=True, help="How many of all runs memplan expresses, and what is missing.")
+def compare_published(file: Path | None, as_json: bool, engine: str, coverage: bool) -> None:
     """Compare published measurements of GPU memory with memplan's predictions; nothing is run.
 
     FILE has the columns of data/published/memory.csv, which comes with memplan and is read if it is left out,
@@ -596,8 +598,18 @@ def compare_published(file: Path | None, as_json: bool, engine: str) -> None:
     with --engine megatron, the rows of megatron_ci.jsonl there, and the seconds of megatron_times.csv and
     nemo_times.csv; with megatron-deepspeed, BigScience's runs of bigscience.csv.
     """
+    if file is not None and (coverage or engine == "megatron-deepspeed"):
+        raise InvalidValue(
+            f"{shown_path(file)}: only the rows that come with memplan are read here; leave it out."
+        )
+    if coverage:
+        runs = list(covered.runs())
+        click.echo("\n".join(json.dumps(run.to_dict()) for run in runs) if as_json else covered.table(runs))
+        return
     if engine == "megatron-deepspeed":
-        click.echo(bigscience.table(list(map(bigscience.scored, bigscience.read_rows()))))
+        trials = list(map(bigscience.scored, bigscience.read_rows()))
+        lines = "\n".join(json.dumps(one.to_dict()) for one in trials)
+        click.echo(lines if as_json else bigscience.table(trials))
         return
     if engine == "megatron":
         found = [megatron_ci.scored(row) for row in megatron_ci.read_rows(file or megatron_ci.ROWS)]

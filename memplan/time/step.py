@@ -114,7 +114,7 @@ class StepTime:
 
 
 class Band(NamedTuple):
-    """The least and the most that real runs reached of the tokens per second that a time model gives."""
+    """What nine in ten real runs reached at least and at most of the tokens per second of a time model."""
 
     low: float
     high: float
@@ -279,7 +279,7 @@ class Measured(Priced):
         band = self.band
         return (
             "Times add up products, attention, memory traffic and collectives as others measured them on "
-            f"GPUs; {band.n_runs} published runs had {band.low} to {band.high} times the rate."
+            f"GPUs; nine in ten of {band.n_runs} published runs had {band.low} to {band.high} times the rate."
         )
 
     @property

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 from memplan.errors import MemplanError
-from memplan.estimate import estimate
+from memplan.estimate import Estimate, estimate
 from memplan.files import file_text
 from memplan.hardware import Interval, Verdict, outside_allocator
 from memplan.launchers.megatron import Arguments
@@ -51,6 +51,14 @@ class Scored(NamedTuple):
     interval: Interval = Interval(0, 0)
     verdict: Verdict | None = None
     predicted_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `--json` prints them."""
+        found = {"row_id": self.row["row_id"], "reason": self.reason}
+        if self.reason:
+            return found
+        figures = {"published_bytes": self.published_bytes, "predicted_bytes": self.predicted_bytes}
+        return found | figures | {"verdict": self.verdict, "predicted_s": self.predicted_s}
 
     @property
     def optimizer(self) -> str:
@@ -92,10 +100,17 @@ def read_rows() -> list[dict[str, str]]:
     return list(csv.DictReader(text.splitlines()))
 
 
-def scored(row: dict[str, str]) -> Scored:
-    """A row with its prediction, or with why there is none."""
+class Planned(NamedTuple):
+    """A row's estimate, or why there is none."""
+
+    reason: str = ""
+    estimate: Estimate | None = None
+
+
+def planned(row: dict[str, str]) -> Planned:
+    """A row's estimate if memplan has rules for all of it."""
     if int(row["dp"]) * int(row["tp"]) * int(row["pp"]) != int(row["n_gpus"]):
-        return Scored(row, "its ranks are not as many as its GPUs")
+        return Planned("its ranks are not as many as its GPUs")
     given: dict[str, Any] = {
         "num-layers": row["n_layers"],
         "hidden-size": row["hidden_size"],
@@ -111,9 +126,17 @@ def scored(row: dict[str, str]) -> Scored:
         given["pp-partition-method"] = "type:transformer|embedding"
     arguments = Arguments(ALWAYS | given, {})
     try:
-        found = estimate(arguments.model, cluster=f"{row['n_gpus']}xa100-80-sxm", **arguments.keywords)
+        where = f"{row['n_gpus']}xa100-80-sxm"
+        return Planned("", estimate(arguments.model, cluster=where, **arguments.keywords))
     except MemplanError as error:
-        return Scored(row, str(error).partition("; ")[0])
+        return Planned(str(error).partition("; ")[0])
+
+
+def scored(row: dict[str, str]) -> Scored:
+    """A row with its prediction, or with why there is none."""
+    reason, found = planned(row)
+    if found is None:
+        return Scored(row, reason)
     first = found.stages[0]
     interval = found.device_bytes_of(first)
     assert interval is not None  # on a GPU that has rules

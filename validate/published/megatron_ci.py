@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from memplan.device import Device
 from memplan.engines.base import ENGINES
@@ -20,7 +20,8 @@ from memplan.errors import InvalidValue, MemplanError, reason
 from memplan.files import file_text
 from memplan.hardware import gpu
 from memplan.launchers.megatron import BERT_SCRIPT, GPT_SCRIPT, Arguments
-from memplan.plan import Rank
+from memplan.models import Model
+from memplan.plan import Plan, Rank
 from memplan.replay import replayed
 from memplan.text_tables import text_table
 from memplan.units import GiB
@@ -128,11 +129,18 @@ def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
     return rows
 
 
-def scored(row: Mapping[str, Any]) -> Scored:
-    """A row with its prediction, or with why there is none."""
+class Planned(NamedTuple):
+    """A row's model and plan, or why there is none."""
+
+    reason: str = ""
+    model: Model | None = None
+    plan: Plan | None = None
+
+
+def planned(row: Mapping[str, Any]) -> Planned:
+    """A row's model and plan if memplan has rules for all of it."""
     if why := _not_comparable(row):
-        return Scored(row=row, reason=why)
-    device = _device(row)
+        return Planned(why)
     given = {"vocab-size": row["vocab_size"], **row["arguments"]}
     try:
         script = BERT_SCRIPT if row["test"].startswith("bert/") else GPT_SCRIPT
@@ -141,11 +149,19 @@ def scored(row: Mapping[str, Any]) -> Scored:
         release = max([since for since in RELEASES if since <= day])
         releases = {"megatron_version": RELEASES[release], "ngc_container": _container(row)}
         plan = plan_of(**arguments.keywords, dp=row["dp"], **releases)
-        check_plan(arguments.model, plan, device)
+        check_plan(arguments.model, plan, _device(row))
     except MemplanError as error:
-        return Scored(row=row, reason=str(error).partition("; ")[0])
+        return Planned(str(error).partition("; ")[0])
+    return Planned("", arguments.model, plan)
+
+
+def scored(row: Mapping[str, Any]) -> Scored:
+    """A row with its prediction, or with why there is none."""
+    why, model, plan = planned(row)
+    if model is None or plan is None:
+        return Scored(row=row, reason=why)
     last = Rank(pp=plan.pp - 1, dp=plan.dp - 1, cp=plan.cp - 1, tp=plan.tp - 1)
-    record = ENGINES.named("megatron").play_rank(arguments.model, plan, last, device, None)
+    record = ENGINES.named("megatron").play_rank(model, plan, last, _device(row), None)
     if record.program is None:
         raise InvalidValue("a rank without an allocator's program cannot be compared; report it.")
     found = replayed(record.program())
