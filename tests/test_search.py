@@ -758,3 +758,24 @@ def test_a_length_that_is_left_out_is_the_context_and_at_most_8192_tokens():
     found = searched("llama-3.1-8b", cluster="8xh100-sxm", zero=3, global_batch=8)
     assert any(sentence.startswith(said) for sentence in found.left_out)
     assert {job.seq_len for job in found.jobs} == {8192}
+
+
+def test_a_search_over_engines_ranks_the_plans_of_all():
+    """Each engine's own search, with the plans of both in one order."""
+    asked: dict[str, Any] = {"cluster": "2xa100-40-sxm", "global_batch": 4, "seq_len": 64, "keep": 4}
+    asked |= {"implementation": "huggingface", "zero": (0, 3), "recompute": "none"}
+    alone = [searched("llama-3.2-1b", engine=engine, **asked) for engine in ("torch", "deepspeed")]
+    found = searched("llama-3.2-1b", engine=("torch", "deepspeed"), **asked)
+    assert found.n_plans == sum(one.n_plans for one in alone)
+    best = sorted([judged for one in alone for judged in one.within], key=found.keys)[:4]
+    assert plans_of(found.within) == plans_of(best)
+    assert {plan.engine for plan in plans_of(found.within)} == {"torch", "deepspeed"}
+    assert found.different == ("engine",)
+
+
+def test_a_search_over_engines_takes_options_that_all_have_and_one_size_at_a_time():
+    asked: dict[str, Any] = {"cluster": "2xa100-40-sxm", "engine": ("torch", "deepspeed")}
+    with pytest.raises(InvalidValue, match="overlap_comm=True is an option of engine='deepspeed', not of"):
+        searched("llama-3.2-1b", overlap_comm=True, **asked)
+    with pytest.raises(InvalidValue, match="one engine at a time; use engine='torch'"):
+        searched("llama-3.2-1b", objective="gpus", **asked)

@@ -163,7 +163,7 @@ def search_option(name: str, field: Field, default: Any) -> Callable[[F], F]:
             return click.option(flag, metavar=METAVARS[type(field)], help=f"{text}.")
         case Flag():
             return click.option(f"{flag}/--no{flag[1:]}", default=None, help=f"{text}.")
-        case Choice() | Registered() if name != "engine":
+        case Choice() | Registered() | Name():
             return click.option(flag, type=_several(str), metavar="NAME,...", help=f"{text}.")
         case Count():
             return click.option(flag, type=_ranges, metavar="N,N-N,...", help=f"{text}.")
@@ -197,18 +197,20 @@ class PlanCommand(click.Command):
     def options_of(self, engine: str) -> list[click.Parameter]:
         """The flags of other packages' axes that an engine knows, and of its own options.
 
-        None for an unknown engine, which is refused later.
+        `engine`: also several between commas. None for an unknown engine, which is refused later.
         """
-        if engine not in ENGINES.names():
-            return []
-        kind, flags = ENGINES.named(engine).options, click.Command(None)
-        for axis in ENGINES.named(engine).other_axes:
-            self.option(axis, ranks_along(axis), 1)(flags)
-        if kind is not None:
-            for name, field in described_fields(kind).items():
+        flags = click.Command(None)
+        known: dict[str | None, click.Parameter] = {}
+        for each in [ENGINES.named(name) for name in engine.split(",") if name in ENGINES.names()]:
+            for axis in each.other_axes:
+                self.option(axis, ranks_along(axis), 1)(flags)
+            kind: Any = each.options
+            for name, field in (described_fields(kind) if kind else {}).items():
                 default = self.defaults.get(name, kind.__dataclass_fields__[name].default)
                 self.option(name, field, default)(flags)
-        return flags.params
+            for flag in flags.params:
+                known.setdefault(flag.name, flag)
+        return list(known.values())
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         said = re.findall(r"(?:^| )--engine[= ](\S+)", " ".join(args))

@@ -43,7 +43,7 @@ class PlanOptions(TypedDict, total=False):
     use_dora: bool | Iterable[bool]
     modules_to_save: str
     quantize: str | Iterable[str]
-    engine: str
+    engine: str | Iterable[str]
     fsdp_units: str | Iterable[str]
     compile: str | Iterable[str]
     float8: str | Iterable[str]

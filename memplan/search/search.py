@@ -83,9 +83,9 @@ class Found:
 
     A search for speed ranks plans whose times tie by the bytes that a GPU holds, the fewest first.
 
-    `jobs` has a plan for each job that was searched for: each combination of the values of `global_batch`,
-    `seq_len` and other fields that are not varied within a search. `keep` says how many plans are shown that
-    fit or may fit.
+    `jobs` has a plan for each job that was searched for: each combination of the values of `engine`,
+    `global_batch`, `seq_len` and other fields that are not varied within a search. `keep` says how many plans
+    are shown that fit or may fit.
 
     `n_within` and `n_beyond` count the plans known to be within and beyond the budget, `n_slower` the ones
     left out by their bounds, within it or not, `n_refused` the refused ones, and `refused_by` these by the
@@ -113,7 +113,8 @@ class Found:
     def different(self) -> tuple[str, ...]:
         """The fields of a plan in which the jobs differ; those that a search varies are no job's."""
         said = [plan_dict(job) for job in self.jobs]
-        own = [name for name in said[0] if name not in varied(self.jobs[0].engine)]
+        varies = {name for job in self.jobs for name in varied(job.engine)}
+        own = [name for name in said[0] if name not in varies and all(name in each for each in said)]
         return tuple([name for name in own if any(each[name] != said[0][name] for each in said)])
 
     @property
@@ -252,7 +253,7 @@ def search(
             `dp_replicate`, `tp`, `pp`, `virtual_stages`, `zero`, `sequence_parallel`, `micro_batch`,
             `recompute`, `recompute_blocks`, `schedule`, `offload`) take all values that make a difference if
             left out (`recompute_blocks`: None), the others their default. All take one value or several, but
-            for `engine` and `layers_per_stage`; plans of several are compared by tokens per second.
+            for `layers_per_stage`; plans of several, as of two engines, are compared by tokens per second.
 
     Returns:
         A frame with a row per plan: those that fit, those that fit tightly, those of which memplan cannot
@@ -293,8 +294,19 @@ def searched(
     Raises:
         MemplanError: as `search`.
     """
-    model, where, asked = resolved(model, cluster, options)
     checked_choice("objective", objective, (*OBJECTIVES, *QUESTIONS))
+    engine, *others = values_of("engine", options.get("engine", USUAL_ENGINE))
+    if others:
+        return _over_engines(
+            (engine, *others),
+            model,
+            cluster=cluster,
+            global_batch=global_batch,
+            objective=objective,
+            **options,
+        )
+    model, where, asked = resolved(model, cluster, options)
+    asked["engine"] = engine
     keep, time_model = asked.pop("keep", KEEP), asked.pop("time_model", None)
     if time_model is not None and where.efficiency is not None:
         raise InvalidValue(
@@ -316,7 +328,6 @@ def searched(
         return smallest_part(model, **asked) if objective == "gpus" else longest_sequence(model, **asked)
     batch = where.n_gpus if global_batch is None else global_batch
     asked |= {"seq_len": model.usual_seq_len if seq_len is None else seq_len, "global_batch": batch}
-    engine = asked.get("engine", USUAL_ENGINE)
     given = {name: asked.pop(name, None) for name in varied(engine)}
     ranges = {name: values_of(name, value, engine) for name, value in given.items() if value is not None}
     job = partial(_Job, model=model, cluster=where, ranges=ranges, objective=objective, **how)
@@ -327,6 +338,23 @@ def searched(
     assumed = () if seq_len is not None else model.usual_seq_len_said
     assumed += () if global_batch is not None else (USUAL_BATCH,)
     return replace(found, left_out=(*found.left_out, *assumed)) if assumed else found
+
+
+def _over_engines(
+    engines: Sequence[str], model: Model | str | os.PathLike[str], *, objective: Objective, **asked: Any
+) -> Found:
+    """A search of each engine's plans, as one.
+
+    Raises:
+        InvalidValue: an objective that takes several searches itself.
+        MemplanError: as `search`.
+    """
+    if objective in QUESTIONS:
+        raise InvalidValue(
+            f"engine={shown_value(engines)} with objective={objective!r}: a size is found for one engine at "
+            f"a time; use engine={engines[0]!r}."
+        )
+    return together([searched(model, objective=objective, **asked | {"engine": one}) for one in engines])
 
 
 def resolved(
@@ -449,6 +477,7 @@ def together(found: Sequence[Found]) -> Found:
         n_slower=sum(each.n_slower for each in found),
         n_refused=sum(each.n_refused for each in found),
         refused_by=dict(refused_by.most_common()),
+        left_out=tuple(dict.fromkeys(text for each in found for text in each.left_out)),
         jobs=tuple([job for each in found for job in each.jobs]),
         again=lambda slack_bytes: together([each.again(slack_bytes) for each in found if each.again]),
     )
