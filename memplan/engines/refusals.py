@@ -4,12 +4,34 @@ Each raises with the value, the rule that it breaks and a way out. What one engi
 folder; `memplan.engines.checks` asks all that apply to a plan.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import gcd
 
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model
 from memplan.plan import Plan
+
+
+def check_modelled(engine: str, framework: str, rows: Iterable[tuple[bool, str, str]]) -> None:
+    """Raise for what has no rule in an engine; a row: whether it is asked for, what, and what to use."""
+    for what, other in [(what, other) for asked, what, other in rows if asked]:
+        raise MissingRule(
+            f"{what} has no rule in engine={engine!r} yet; use {other}.",
+            kind=f"an option of {framework} that has no rule yet",
+        )
+
+
+def check_beside(named: str, kind: str, without: str, rows: Iterable[tuple[bool, str, str]]) -> None:
+    """Raise for what has no rule beside a value.
+
+    `named`: the value; `without`: the plan's word for none of it. A row: whether it is asked for, what, and
+    what to use.
+    """
+    for what, other in [(what, other) for asked, what, other in rows if asked]:
+        raise MissingRule(
+            f"{named} with {what} has no rule yet; use {other}, or {without}.",
+            kind=f"{kind} with {what.partition('=')[0]}",
+        )
 
 
 def check_positions(model: Model, plan: Plan) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Final
 
 from memplan.engines.deepspeed.options import OF_STAGE_3, DeepSpeedOptions, deepspeed_options
-from memplan.engines.refusals import check_positions
-from memplan.errors import MissingRule, PlanRefused
+from memplan.engines.refusals import check_modelled, check_positions
+from memplan.errors import PlanRefused
 from memplan.models import Gpt, Llama, Model, TracedModel, ends_are_tied
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.plan import Plan
@@ -46,12 +46,7 @@ def _check_modelled(model: Model, plan: Plan) -> None:
         (plan.zero == 3 and bool(partly), f"zero=3 of {model.name}, of which a part is frozen,", "zero=2"),
         (plan.zero == 3 and plan.recompute == "selective", "recompute='selective' with zero=3", "'full'"),
     )
-    for asked, what, other in options:
-        if asked:
-            raise MissingRule(
-                f"{what} has no rule in engine='deepspeed' yet; use {other}.",
-                kind="an option of DeepSpeed that has no rule yet",
-            )
+    check_modelled("deepspeed", "DeepSpeed", options)
 
 
 def _check_options(model: Model, plan: Plan) -> None:

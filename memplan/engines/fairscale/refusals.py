@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Final
 
 from memplan.engines.fairscale.options import FairScaleOptions, fairscale_options
-from memplan.engines.refusals import check_positions
-from memplan.errors import MissingRule, PlanRefused
+from memplan.engines.refusals import check_modelled, check_positions
+from memplan.errors import PlanRefused
 from memplan.models import Model, TracedModel
 from memplan.plan import Plan
 from memplan.shapes import FP32
@@ -33,12 +33,7 @@ def _check_modelled(model: Model, plan: Plan) -> None:
         (bool(partly), f"{model.name}, of which a part is frozen,", whole),
         (bool(unused), f"{model.name}, whose {min(unused, default='')} gets no gradient,", whole),
     )  # fmt: skip
-    for asked, what, other in options:
-        if asked:
-            raise MissingRule(
-                f"{what} has no rule in engine='fairscale' yet; use {other}.",
-                kind="an option of FairScale that has no rule yet",
-            )
+    check_modelled("fairscale", "FairScale", options)
 
 
 def _check_plan(model: Model, plan: Plan) -> None:

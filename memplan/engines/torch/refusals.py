@@ -6,7 +6,13 @@ from typing import Final
 
 from memplan.device import Device
 from memplan.engines.recorded import checked_cut
-from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
+from memplan.engines.refusals import (
+    check_beside,
+    check_divided,
+    check_layers,
+    check_positions,
+    check_sequence,
+)
 from memplan.engines.torch.options import (
     FSDP1_OPTIONS,
     TorchOptions,
@@ -101,12 +107,7 @@ def _check_fsdp1(model: Model, plan: Plan) -> None:
         ),
         (narrow, "weights of several types in one flat parameter", "weights of one type"),
     )
-    for asked, what, other in not_modelled:
-        if asked:
-            raise MissingRule(
-                f"fsdp_version=1 with {what} has no rule yet; use {other}, or fsdp_version=2.",
-                kind=f"FSDP1 with {what.partition('=')[0]}",
-            )
+    check_beside("fsdp_version=1", "FSDP1", "fsdp_version=2", not_modelled)
 
 
 def _check_no_sync(model: Model, plan: Plan) -> None:
@@ -488,12 +489,8 @@ def _check_beside_option(
     plan: Plan, option: str, kind: str, *rows: tuple[bool, str, str], usual: object = "none"
 ) -> None:
     """Raise for what has no rule beside an option; a row: whether it is asked for, what, and what to use."""
-    for what, other in [(what, other) for asked, what, other in rows if asked]:
-        raise MissingRule(
-            f"{option}={getattr(torch_options(plan), option)!r} with {what} has no rule yet; use {other}, or "
-            f"{option}={usual!r}.",
-            kind=f"{kind} with {what.partition('=')[0]}",
-        )
+    named = f"{option}={getattr(torch_options(plan), option)!r}"
+    check_beside(named, kind, f"{option}={usual!r}", rows)
 
 
 def _divided_over(plan: Plan, axes: Sequence[str]) -> Iterator[tuple[bool, str, str]]:
@@ -751,12 +748,7 @@ def _check_experts(model: Model, plan: Plan) -> None:
         (options.fsdp_blocks > 1, f"fsdp_blocks={options.fsdp_blocks}", "fsdp_blocks=1"),
         (plan.recompute_blocks is not None, "recompute_blocks", "all blocks or none"),
     )
-    for asked, what, other in not_modelled:
-        if asked:
-            raise MissingRule(
-                f"{named} with {what} has no rule yet; use {other}, or ep=1.",
-                kind=f"ep with {what.partition('=')[0]}",
-            )
+    check_beside(named, "ep", "ep=1", not_modelled)
 
 
 def _check_context(model: Model, plan: Plan) -> None:
@@ -790,12 +782,7 @@ def _check_context(model: Model, plan: Plan) -> None:
         (plan.ep > 1, f"ep={plan.ep}", "ep=1"),
         (plan.formats.autocast, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
     )
-    for asked, what, other in not_modelled:
-        if asked:
-            raise MissingRule(
-                f"{named} with {what} has no rule yet; use {other}, or cp=1.",
-                kind=f"cp with {what.partition('=')[0]}",
-            )
+    check_beside(named, "cp", "cp=1", not_modelled)
 
 
 def _check_divided(model: Model, plan: Plan) -> None:

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from memplan.models.megatron.config import Fp8, TransformerConfig
-from memplan.models.megatron.layers import Norm, gemm, operands_of, sent, wgrads, whole_sequence
+from memplan.models.megatron.layers import (
+    Norm,
+    gemm,
+    operands_of,
+    sent,
+    summed_output,
+    wgrads,
+    whole_sequence,
+)
 from memplan.record import ComputeKind
 from memplan.shapes import BF16, FP32, UINT8, DType, Shape, n_elements
 from memplan.tape import Grads, Saved, Tape, Tensor, Workspace
@@ -240,14 +248,7 @@ def row_linear(
     of_x = quantized(tape, "input", shape, fp8, columns=not saves_x)
     with tape.by_products():
         y = gemm(tape, name, whole, n_in, dtype, ComputeKind.SCALED_MM)
-    if config.sequence_parallel:
-        batch, seq, _ = whole
-        part = tape.new(name, (batch, seq // config.tp, n_out), dtype)
-        sent(tape, "reduce_scatter", "output", whole, dtype)
-        y = part
-        del part
-    elif config.tp > 1:
-        sent(tape, "all_reduce", "output", whole, dtype)
+    y = summed_output(y, name, config)
     saved = (x,) if saves_x else of_x.columns
     y.node = tape.node((x.node, tape.weight(weight).node), saved, backward)
     y.node.computes(ComputeKind.SCALED_MM, operands_of(whole, n_in), 0, 1)

@@ -216,17 +216,22 @@ def te_row_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -
             return grad_x, *wgrads(tape, (n_out, n_in), dtype, bias=False, config=config)
 
     y = gemm(tape, name, whole, n_in, dtype)
-    if config.sequence_parallel:
-        batch, seq, _ = whole
-        part = tape.new(name, (batch, seq // config.tp, n_out), dtype)
-        sent(tape, "reduce_scatter", "output", whole, dtype)
-        y = part
-        del part
-    elif config.tp > 1:
-        sent(tape, "all_reduce", "output", whole, dtype)
+    y = summed_output(y, name, config)
     y.node = tape.node((x.node, tape.weight(weight).node), (x,), backward)
     y.node.computes(ComputeKind.MM, operands_of(whole, n_in), 0, 1)
     return y
+
+
+def summed_output(y: Tensor, name: str, config: TransformerConfig) -> Tensor:
+    """The output of a product by rows, summed over tensor ranks: of the sequence this rank's part."""
+    if not config.sequence_parallel:
+        if config.tp > 1:
+            sent(y.tape, "all_reduce", "output", y, y.dtype)
+        return y
+    batch, seq, n_out = y.shape
+    part = y.tape.new(name, (batch, seq // config.tp, n_out), y.dtype)
+    sent(y.tape, "reduce_scatter", "output", y, y.dtype)
+    return part
 
 
 def column_linear(
