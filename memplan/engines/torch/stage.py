@@ -226,7 +226,8 @@ class RankStages:
         backend: Backend | None = None,
     ) -> None:
         known = {} if known is None else known
-        model = as_rank_has_it(model, plan, device)
+        alike = next(iter(known.values()), None)
+        model = as_rank_has_it(model, plan, device) if alike is None else alike.model
         made = []
         for index in plan.stages_of(rank.pp):
             layers = model.layers_in(stage_layers(model.n_blocks, plan, index))
@@ -604,7 +605,8 @@ class RankStages:
         found: Alive = Counter()
         if self.options.optimizer_in_backward:
             return found
+        sharded, dtype = self.plan.fsdp, self.plan.formats.accumulate
         for p, n in self.counted_trained_parameters():
-            shape = (self.weight_elements(p),) if self.plan.fsdp else p.grad_shape
-            found[buffer_of(f"{p.name}.grad", shape, self.plan.formats.accumulate, "grads")] += n
+            shape = (self.weight_elements(p),) if sharded else p.grad_shape
+            found[buffer_of(f"{p.name}.grad", shape, dtype, "grads")] += n
         return found
