@@ -10,7 +10,15 @@ from memplan.estimate import Estimate, estimate
 from memplan.hardware import Verdict
 from memplan.text_tables import text_table
 from memplan.time.step import Measured
-from validate.published.memory import ZERO, Compared, Row, named_row, published_s, reasons_table, times_table
+from validate.published.memory import (
+    Compared,
+    Row,
+    named_row,
+    published_s,
+    reasons_table,
+    times_table,
+    zero_of,
+)
 from validate.published.mpt import Mpt
 from validate.shipped import data_folder
 
@@ -158,7 +166,7 @@ def _plan(row: Row) -> dict[str, Any]:
     """The plan of a row."""
     n_gpus, micro_batch = int(row["n_gpus"]), int(row["micro_batch_per_gpu"])
     values = {
-        "zero": ZERO[row["zero_stage"]],
+        "zero": zero_of(row),
         "micro_batch": micro_batch,
         "global_batch": n_gpus * micro_batch * int(row["grad_accum"] or 1),
         "seq_len": int(row["seq_len"]),

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from memplan import Cluster, Model, cluster, preset
 from memplan.checks import LARGEST_BYTES as LARGEST_GPU_BYTES
-from memplan.checks import checked_count
+from memplan.checks import checked_choice, checked_count
 from memplan.errors import InvalidValue, MemplanError, reason, shown_value
 from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
@@ -328,7 +328,7 @@ def _plan(row: Row) -> dict[str, Any]:
     return {
         **degrees,
         "sequence_parallel": row["sp"] == "true",
-        "zero": ZERO[row["zero_stage"]],
+        "zero": zero_of(row),
         "micro_batch": micro_batch,
         "global_batch": degrees["dp"] * micro_batch * int(row["grad_accum"] or 1),
         "seq_len": int(row["seq_len"]),
@@ -350,7 +350,16 @@ def _of_lightning(row: Row) -> dict[str, Any]:
     Source: Lightning-AI/pytorch-lightning, src/lightning/pytorch/strategies/fsdp.py.
     """
     values: dict[str, Any] = {"optimizer": "adam", "offload": row["offload"] == "params cpu"}
-    return values | {"fsdp_version": 1, "use_orig_params": True} if ZERO[row["zero_stage"]] else values
+    return values | {"fsdp_version": 1, "use_orig_params": True} if zero_of(row) else values
+
+
+def zero_of(row: Row) -> int:
+    """The ZeRO stage that a row's strategy is.
+
+    Raises:
+        UnknownName: a strategy that is none, with the nearest.
+    """
+    return ZERO[checked_choice("zero_stage", row["zero_stage"], tuple(ZERO))]
 
 
 def _recompute(row: Row) -> dict[str, Any]:
