@@ -80,7 +80,9 @@ def gpu_fairscale(gpus: Gpus | None) -> tuple[Case, ...]:
         InvalidValue: without a GPU.
     """
     if gpus is None:
-        raise InvalidValue("gpu-fairscale has models of true size; use nogpu, or the suite fairscale.")
+        raise InvalidValue(
+            "gpu-fairscale has models of true size; use --device nogpu, or the suite fairscale."
+        )
     return tuple(_large(*row, gpus) for row in LARGE)
 
 
