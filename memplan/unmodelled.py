@@ -198,14 +198,6 @@ ROWS: Final = (
         },
     ),
     NotModelled(
-        "FairScale",
-        "has optimizers and buckets of its own",
-        "use zero=2 or 3 with fsdp_version=1: PyTorch's FullyShardedDataParallel, which came from it",
-        values={
-            "engine": "fairscale",
-        },
-    ),
-    NotModelled(
         "kernels of Unsloth, and Liger's norms, rotary positions and gated activations",
         "would keep fewer activations within blocks",
         "use liger_kernel='fused_linear_cross_entropy', Liger's loss, which makes logits in chunks",

@@ -213,7 +213,6 @@ ASKED = [
     (["--optimizer", "adafactor"], {"optimizer": "adafactor"}, "optimizer='adafactor'"),
     (["--optimizer", "Lion"], {"optimizer": "Lion"}, "optimizer='Lion'"),
     (["--optimizer", "muonclip"], {"optimizer": "muonclip"}, "optimizer='muonclip'"),
-    (["--engine", "fairscale"], {"engine": "fairscale"}, "engine='fairscale'"),
 ]
 
 
