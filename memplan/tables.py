@@ -141,7 +141,7 @@ def headline(estimate: Estimate) -> str:
 
     >>> from memplan import estimate
     >>> print(headline(estimate("gpt2", cluster="1xh100-sxm")))
-    gpt2 on 1xh100-sxm FITS: 3.0-4.1 of 79.1 GiB, 73k-99k tokens/s
+    gpt2 on 1xh100-sxm FITS: 3.0-4.1 of 79.1 GiB, 81k-110k tokens/s
     """
     return wrapped(f"{finding(estimate)}{_rate_text(estimate)}", indent="    ")
 

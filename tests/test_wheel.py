@@ -26,11 +26,12 @@ NOT_RUN = (
     "--suite gpu-",
     "--suite matrix",
     "--suite fullsize",
+    "--suite fairscale",
     "calibrate",
     "part*",
     "model_config.yaml",
 )
-"""Commands that download, that need GPUs, a launcher or a reader's own file, or that take a night."""
+"""Commands that download, that need GPUs, FairScale, a launcher or a reader's own file, or take a night."""
 
 
 @pytest.fixture(scope="module")
