@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from memplan.device import Device
 from memplan.errors import ContradictoryEstimate, MissingRule, PlanRefused
+from memplan.hardware import gpu
 from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.mesh import AXES, VIEWS, Group, axis_names
 from memplan.models import Model
@@ -226,9 +227,15 @@ class Engine(ABC):
     confirmed_gpus: ClassVar[tuple[str, ...]] = ()
     """The GPUs whose software ran the engine's plans without a GPU, and gave its bytes."""
 
-    @abstractmethod
+    confirmed_on_cpu: ClassVar[bool] = False
+    """Whether the rules have been compared with runs on CPU ranks."""
+
     def confirmed_on(self, device: Device) -> Confirmation:
         """How far the rules for a device have been compared with real runs."""
+        if device.on_cpu:
+            return "cpu-ranks" if self.confirmed_on_cpu else "unconfirmed"
+        chips = {(each.capability, each.multiprocessors) for each in map(gpu, self.confirmed_gpus)}
+        return "nogpu" if (device.capability, device.multiprocessors) in chips else "unconfirmed"
 
     @abstractmethod
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
@@ -322,9 +329,9 @@ class Engine(ABC):
 def ring_bytes(kind: CollectiveKind, payload_bytes: int, n_ranks: int) -> int:
     """What one of n ranks sends under a ring.
 
-    all-reduce 2 (n-1)/n of the payload, all-gather and reduce-scatter (n-1)/n of the full tensor, all-to-all
-    (n-1)/n of the tensor, of which a rank keeps its own part, a broadcast or a reduction to one rank (n-1)/n
-    on average over the ranks, a permutation, point to point and copies all of it, a receive nothing.
+    All-reduce: 2 (n-1)/n of the payload. All-gather and reduce-scatter: (n-1)/n of the full tensor.
+    All-to-all: (n-1)/n of the tensor, since a rank keeps its own part. Broadcast and reduce: (n-1)/n of the
+    tensor, averaged over the ranks. Permute, send and copy: the whole tensor. Receive: nothing.
 
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms".
 

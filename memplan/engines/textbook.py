@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from memplan.checks import checked_count
 from memplan.device import Device
-from memplan.engines.base import Confirmation, Engine, RankRecord, Rule
+from memplan.engines.base import Engine, RankRecord, Rule
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule
 from memplan.memory import Alive
@@ -403,9 +403,6 @@ class TextbookEngine(Engine):
         "The papers' closed forms (dropout, d_ff = 4 d_model, attention scores kept,\n"
         "16-bit activations; no buffers): for teaching and for checking formulas."
     )
-
-    def confirmed_on(self, device: Device) -> Confirmation:
-        return "unconfirmed"
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         for pp_rank in range(plan.pp):

@@ -52,8 +52,8 @@ MEASURED_AS: Final = {
 }
 """Which measured operation each `memplan.record.CollectiveKind` takes as long as.
 
-A broadcast's ring passes on all bytes, as an all-gather's does but for its first share; so do
-those of a reduction to one rank and of a reduce-scatter.
+A broadcast is timed as an all-gather: in both a ring passes on the whole tensor (an all-gather all but one
+shard). A reduce to one rank is timed as a reduce-scatter for the same reason.
 """
 
 

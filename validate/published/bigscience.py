@@ -108,7 +108,7 @@ class Planned(NamedTuple):
 
 
 def planned(row: dict[str, str]) -> Planned:
-    """A row's estimate if memplan has rules for all of it."""
+    """A row's estimate, or the reason why its plan has no rule."""
     if int(row["dp"]) * int(row["tp"]) * int(row["pp"]) != int(row["n_gpus"]):
         return Planned("its ranks are not as many as its GPUs")
     given: dict[str, Any] = {

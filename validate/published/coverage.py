@@ -10,8 +10,9 @@ from validate.published import bigscience, fits, megatron_ci, megatron_times, me
 class Run(NamedTuple):
     """A row of a file.
 
-    `did`: what of `FEATURES` it did. `beside`: what it did besides that has no rule; `reason`: why it is not
-    predicted at all; both are empty where memplan expresses all of it.
+    `did`: the features that the run used, such as pipelines. `beside`: a feature without a rule; the run is
+    predicted without that feature. `reason`: why the run is not predicted. Both are empty where the whole run
+    is predicted.
     """
 
     source: str

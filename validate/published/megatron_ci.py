@@ -138,7 +138,7 @@ class Planned(NamedTuple):
 
 
 def planned(row: Mapping[str, Any]) -> Planned:
-    """A row's model and plan if memplan has rules for all of it."""
+    """A row's model and plan, or the reason why the plan has no rule."""
     if why := _not_comparable(row):
         return Planned(why)
     given = {"vocab-size": row["vocab_size"], **row["arguments"]}

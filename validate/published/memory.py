@@ -354,10 +354,10 @@ def _of_lightning(row: Row) -> dict[str, Any]:
 
 
 def zero_of(row: Row) -> int:
-    """The ZeRO stage that a row's strategy is.
+    """The ZeRO stage of a row's sharding strategy.
 
     Raises:
-        UnknownName: a strategy that is none, with the nearest.
+        UnknownName: an unknown strategy, with the nearest known one.
     """
     return ZERO[checked_choice("zero_stage", row["zero_stage"], tuple(ZERO))]
 

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from typing import final
 
 from memplan.device import Device
-from memplan.engines.base import Confirmation, Engine, RankRecord
+from memplan.engines.base import Engine, RankRecord
 from memplan.engines.deepspeed.options import DeepSpeedOptions, deepspeed_options
 from memplan.engines.deepspeed.refusals import REFUSALS
 from memplan.engines.deepspeed.runtime import DeepSpeedEngine
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.flat import Partitions, slots_of
-from memplan.hardware import gpu
 from memplan.models import Model
 from memplan.plan import Plan, Rank
 from memplan.tape import Backend
@@ -25,10 +24,6 @@ class DeepSpeed(Engine):
     refusals = REFUSALS
     options = DeepSpeedOptions
     confirmed_gpus = ("h100-sxm", "a100-80-sxm")
-
-    def confirmed_on(self, device: Device) -> Confirmation:
-        chips = {(each.capability, each.multiprocessors) for each in map(gpu, self.confirmed_gpus)}
-        return "nogpu" if (device.capability, device.multiprocessors) in chips else "unconfirmed"
 
     def offloads(self, plan: Plan) -> bool:
         return deepspeed_options(plan).offload_optimizer != "none"

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, final
 
 from memplan.device import Device
-from memplan.engines.base import Confirmation, Engine, RankRecord
+from memplan.engines.base import Engine, RankRecord
 from memplan.engines.ddp import (
     Arguments,
     DistributedDataParallel,
@@ -19,7 +19,6 @@ from memplan.engines.fairscale.oss import OSS, UPDATE_NAME, FairScaleStage
 from memplan.engines.fairscale.refusals import REFUSALS
 from memplan.engines.fairscale.sharded_ddp import ShardedDataParallel
 from memplan.engines.module import StageModule, accumulation
-from memplan.hardware import gpu
 from memplan.models import Model
 from memplan.plan import Plan, Rank
 from memplan.record import Event, Stretch, allocs, chain, events, frees
@@ -36,12 +35,7 @@ class FairScale(Engine):
     refusals = REFUSALS
     options = FairScaleOptions
     confirmed_gpus = ("h100-sxm", "a100-80-sxm")
-
-    def confirmed_on(self, device: Device) -> Confirmation:
-        if device.on_cpu:
-            return "cpu-ranks"
-        chips = {(each.capability, each.multiprocessors) for each in map(gpu, self.confirmed_gpus)}
-        return "nogpu" if (device.capability, device.multiprocessors) in chips else "unconfirmed"
+    confirmed_on_cpu = True
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         """The record of the fullest rank: under DDP of the one that owns most, else of any that differ."""

@@ -65,7 +65,7 @@ class ShardedDataParallel(StageModule[ShardedState]):
         }
 
     def _all_params(self) -> list[int]:
-        """The places of all parameters, the smallest first; of equal ones those of the first rank first."""
+        """The indices of all parameters by size, smallest first; equal sizes are in the order of ranks."""
         stage = self.stage
         every = [i for places in stage.partition for i in stage.by_size(places)]
         found: list[int] = stage.by_size(every)

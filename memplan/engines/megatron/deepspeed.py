@@ -166,8 +166,8 @@ class DeepSpeedRank:
     def forward(self) -> Stretch:
         """Receive, forward pass, and send: plays `_exec_recv_activations` to `_exec_send_activations`.
 
-        Of an output the tensor rank's part stays; without tensor parallelism all of it, and a copy of the
-        input beside it.
+        With tensor parallelism each rank keeps its part of the output. Without it, the rank keeps the whole
+        output and a copy of the input.
         """
         chunk, received, sent = self.chunk, list[Event](), list[Event]()
         if not chunk.first and self.plan.tp > 1:

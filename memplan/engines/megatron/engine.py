@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, Final, final
 
 from memplan.device import Device
-from memplan.engines.base import Confirmation, DataParallelism, Engine, PartCosts, RankRecord
+from memplan.engines.base import DataParallelism, Engine, PartCosts, RankRecord
 from memplan.engines.megatron.buffers import (
     USUAL_BUCKET,
     USUAL_BUCKET_PER_RANK,
@@ -515,15 +515,12 @@ class MegatronEngine(Engine):
     def check_device(self, plan: Plan, device: Device) -> None:
         check_fp8_device(plan, device)
 
-    def confirmed_on(self, device: Device) -> Confirmation:
-        return "unconfirmed"
-
     def notes(self, model: Model, plan: Plan) -> Iterator[str]:
         if megatron_options(plan).megatron_deepspeed:
             yield (
                 "Bytes of Megatron-DeepSpeed are compared with what nvidia-smi showed of BLOOM's 93 trials "
-                "(validate published --engine megatron). Weights are gathered part by part, as with "
-                "CUDA_LAUNCH_BLOCKING=1; else all parts may be there at once."
+                "(validate published --engine megatron-deepspeed). Weights are gathered part by part, as "
+                "with CUDA_LAUNCH_BLOCKING=1; else all parts may be there at once."
             )
             return
         yield (

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from memplan.device import Device
-from memplan.engines.base import Confirmation, DataParallelism, Engine, PartCosts, RankRecord
+from memplan.engines.base import DataParallelism, Engine, PartCosts, RankRecord
 from memplan.engines.costs import part_costs
 from memplan.engines.stage import StageKind
 from memplan.engines.torch.flat_parameter import FlatRankStages
@@ -13,7 +13,6 @@ from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.sharding import padding_note
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.torch.step import Player
-from memplan.hardware import gpu
 from memplan.mesh import AXES
 from memplan.models import Layers, Model, TracedModel, counted_weights
 from memplan.optimizers import LEAST_PAGED, OPTIMIZERS
@@ -35,15 +34,10 @@ class TorchEngine(Engine):
     trains_adapters = True
     optimizers = OPTIMIZERS
     confirmed_gpus = ("a100-80-sxm", "h100-sxm", "h200", "b200")
+    confirmed_on_cpu = True
 
     def check_device(self, plan: Plan, device: Device) -> None:
         check_device(plan, device)
-
-    def confirmed_on(self, device: Device) -> Confirmation:
-        if device.on_cpu:
-            return "cpu-ranks"
-        chips = {(each.capability, each.multiprocessors) for each in map(gpu, self.confirmed_gpus)}
-        return "nogpu" if (device.capability, device.multiprocessors) in chips else "unconfirmed"
 
     def copies_to_host(self, plan: Plan) -> bool:
         return torch_options(plan).activation_offloading != "none"

@@ -226,8 +226,8 @@ class RankStages:
         backend: Backend | None = None,
     ) -> None:
         known = {} if known is None else known
-        alike = next(iter(known.values()), None)
-        model = as_rank_has_it(model, plan, device) if alike is None else alike.model
+        other_stage = next(iter(known.values()), None)
+        model = as_rank_has_it(model, plan, device) if other_stage is None else other_stage.model
         made = []
         for index in plan.stages_of(rank.pp):
             layers = model.layers_in(stage_layers(model.n_blocks, plan, index))

@@ -42,8 +42,8 @@ class TransformerConfig(NamedTuple):
     multi-token prediction. `cross_entropy` is the fused loss ("native" or "te"; empty: none). `ep` ranks have
     different experts, each of which `etp` ranks divide (`expert_model_parallel_size`,
     `expert_tensor_parallel_size`); `moe_use_legacy_grouped_gemm`: their products are those of grouped_gemm.
-    `fp8`: products of layers are in 8 bits, but for those of the first and the last layer with
-    `first_last_layers_bf16`; None: of none.
+    `fp8`: how matrix products of the layers run in 8 bits; None: they run in bfloat16. With
+    `first_last_layers_bf16` the first and the last layer run in bfloat16.
     """
 
     tp: int = 1
