@@ -4,7 +4,8 @@ The trace of a module that ran has the hooks of all its modules. That of memplan
 operations that are modules (`memplan.ops.modules`), and the modules around them follow from their names.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar, final
 
 from memplan.engines.trace import Segment
@@ -15,15 +16,6 @@ Own = TypeVar("Own")
 """What an engine has for each parameter of a module."""
 
 
-class Part(NamedTuple, Generic[Own]):
-    """A part of a pass: its events, what the engine has for its parameters, and the number of its block."""
-
-    name: str
-    segment: Segment
-    owned: Mapping[Parameter, Own]
-    block: int | None = None
-
-
 class Called(NamedTuple, Generic[Own]):
     """A module that a hook is called for: its path, and its own parameters (containers have none)."""
 
@@ -31,15 +23,27 @@ class Called(NamedTuple, Generic[Own]):
     own: tuple[Own, ...]
 
 
-def called(part: Part[Own], hook: ModuleHook) -> Called[Own]:
-    """The module of a hook."""
-    path, names = hook.path, hook.parameters
-    own = [
-        one
-        for parameter, one in part.owned.items()
-        if (parameter.name.startswith(f"{path}.") if names is None else parameter.name in names)
-    ]
-    return Called(path.replace("*", str(part.block)), tuple(own))
+@final
+class Part(Generic[Own]):
+    """A part of a pass: its events, what the engine has for its parameters, and the number of its block."""
+
+    def __init__(
+        self, name: str, segment: Segment, owned: Mapping[Parameter, Own], block: int | None = None
+    ) -> None:
+        self.name, self.segment, self.owned, self.block = name, segment, owned, block
+        self._called: dict[ModuleHook, Called[Own]] = {}
+
+    def called(self, hook: ModuleHook) -> Called[Own]:
+        """The module of a hook."""
+        if hook not in self._called:
+            path, names = hook.path, hook.parameters
+            own = [
+                one
+                for parameter, one in self.owned.items()
+                if (parameter.name.startswith(f"{path}.") if names is None else parameter.name in names)
+            ]
+            self._called[hook] = Called(path.replace("*", str(self.block)), tuple(own))
+        return self._called[hook]
 
 
 @final
@@ -65,17 +69,16 @@ class Containers:
         return [container for container in _around(path) if container not in known]
 
 
-def _around(path: str) -> Iterator[str]:
+@lru_cache(maxsize=4096)
+def _around(path: str) -> tuple[str, ...]:
     """The containers of a module, outermost first; a list of blocks is never called.
 
-    >>> list(_around("blocks.3.attention.wq"))
-    ['', 'blocks.3', 'blocks.3.attention']
+    >>> _around("blocks.3.attention.wq")
+    ('', 'blocks.3', 'blocks.3.attention')
     """
-    yield ""
     names = path.split(".")[:-1]
-    for n in range(1, len(names) + 1):
-        if n == len(names) or not names[n].isdigit():
-            yield ".".join(names[:n])
+    called = [n for n in range(1, len(names) + 1) if n == len(names) or not names[n].isdigit()]
+    return "", *[".".join(names[:n]) for n in called]
 
 
 def recorded_order(parts: Iterable[Part[Own]]) -> list[tuple[Own, ...]]:
@@ -84,7 +87,7 @@ def recorded_order(parts: Iterable[Part[Own]]) -> list[tuple[Own, ...]]:
     for part in parts:
         for event in part.segment.events:
             if isinstance(event, ModuleHook) and event.kind.startswith("pre"):
-                module = called(part, event)
+                module = part.called(event)
                 order += [()] * len(containers.entered(event, module.path))
                 order.append(module.own)
     return order

@@ -3,15 +3,17 @@
 Source: `deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator`.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate
 from operator import attrgetter
 from typing import Final, NamedTuple, final
 
 from memplan.engines.deepspeed.options import DeepSpeedOptions
 from memplan.engines.deepspeed.zero_optimizer import host_copy
 from memplan.engines.flat import Slot
-from memplan.engines.module_calls import Containers, Part, called
+from memplan.engines.module_calls import Containers, Part
 from memplan.record import COMPUTE, Collective, Event, ModuleHook, RecordEvent, WaitStream, allocs, frees
 from memplan.shapes import Buffer, DType, buffer_of
 
@@ -45,6 +47,11 @@ class PartitionedParameterCoordinator:
         self.options, self.n_ranks, self.dtype = options, n_ranks, dtype
         self.order = order
         slots = dict.fromkeys(slot for own in order for slot in own)
+        self._elements_before = [0, *accumulate([sum([slot.n_elements for slot in own]) for own in order])]
+        self._uses: dict[Slot, list[int]] = {slot: [] for slot in slots}
+        for step, own in enumerate(order):
+            for slot in own:
+                self._uses[slot].append(step)
         threshold = options.stage3_param_persistence_threshold
         self.whole, self.alone = dict[Slot, Buffer](), dict[Slot, Buffer]()
         for slot in slots:
@@ -167,25 +174,23 @@ class PartitionedParameterCoordinator:
 
         `recomputed`: after a forward pass in the backward pass, whose saved tensors hold what is released.
         """
-        kept = self._kept(own)
         for slot in own:
             self.active.get(slot, set()).discard(module)
-            if slot not in kept and not self.active.get(slot):
+            if not self.active.get(slot) and not self._is_kept(slot):
                 yield from self._release(slot, saved=recomputed)
 
-    def _kept(self, own: Collection[Slot]) -> set[Slot]:
-        """The parameters that are not released: used again within `stage3_max_reuse_distance` elements."""
+    def _is_kept(self, slot: Slot) -> bool:
+        """Whether a parameter is not released: used again within `stage3_max_reuse_distance` elements."""
         if self._records:
-            return set()
-        kept = {slot for slot in own if slot in self.persistent}
-        kept |= {slot for slot in own if self.fetched_for.get(slot, -1) > self.step_id}
-        n_elements, most = 0, self.options.stage3_max_reuse_distance
-        for others in self.order[self.step_id :]:
-            if n_elements >= most:
-                break
-            kept.update(others)
-            n_elements += sum([slot.n_elements for slot in others])
-        return kept
+            return False
+        if slot in self.persistent or self.fetched_for.get(slot, -1) > self.step_id:
+            return True
+        uses, before = self._uses[slot], self._elements_before
+        following = bisect_left(uses, self.step_id)
+        if following == len(uses):
+            return False
+        n_elements = before[uses[following]] - before[self.step_id]
+        return n_elements < self.options.stage3_max_reuse_distance
 
     def _release(self, slot: Slot, *, saved: bool = False) -> Iterator[Event]:
         if slot in self.available and slot not in self.in_flight:
@@ -242,7 +247,7 @@ class ModuleHooks:
 
     def __call__(self, part: Part[Slot], hook: ModuleHook) -> Iterator[Event]:
         """What a hook gathers or frees."""
-        path, own = called(part, hook)
+        path, own = part.called(hook)
         if hook.kind.startswith("post"):
             again = hook.kind == "post_forward" and self.is_backward
             yield from self.coordinator.release_sub_module(own, path, recomputed=again)

@@ -45,13 +45,14 @@ class DeepSpeedEngine:
         self.stage, self.rank, self.trace = stage, rank, stage.trace
         slots = slots_of(stage.trained)
         self.ends, self.places = stage.placed(slots)
+        self.forward_parts, self.backward_parts = [*self._forward_parts()], [*self._backward_parts()]
         self.hooks: ModuleHooks | None = None
         self.optimizer: Optimizer
         match stage.plan.zero:
             case 0:
                 self.optimizer = FP16Optimizer(stage, slots)
             case 3:
-                order = recorded_order([*self._forward_parts(), *self._backward_parts()])
+                order = recorded_order([*self.forward_parts, *self.backward_parts])
                 of_ranks = stage.options, stage.plan.dp, stage.dtype
                 coordinator = PartitionedParameterCoordinator(*of_ranks, order)
                 self.hooks = ModuleHooks(coordinator)
@@ -84,7 +85,7 @@ class DeepSpeedEngine:
         """The forward pass and the loss."""
         if self.hooks is not None:
             self.hooks.start_of_forward()
-        parts = self._forward_parts()
+        parts = self.forward_parts
         if self.hooks is None:
             return passed(0, "forward", *[part.segment.stretch(part.name) for part in parts])
         return passed(0, "forward", *[events(part.name, self._hooked(part)) for part in parts])
@@ -96,7 +97,7 @@ class DeepSpeedEngine:
             self.hooks.is_backward = True
         held = [LOSS, *[SCALED] * (optimizer.scales_loss and not self.stage.op_context.scales_loss)]
         hooked = partial(self._hooked, older=older, boundary=boundary)
-        played = [events(part.name, hooked(part)) for part in self._backward_parts()]
+        played = [events(part.name, hooked(part)) for part in self.backward_parts]
         reduced = optimizer.epilogue(older=older, boundary=boundary)
         held_for = self.hooks.coordinator if self.hooks is not None else None
         left = () if held_for is None else held_for.release_all(kept=held_for.persistent)
