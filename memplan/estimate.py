@@ -380,7 +380,9 @@ class Estimate:
 
     @property
     def _outside_allocator(self) -> Interval:
-        return outside_allocator(self.plan.mesh.n_communicators)
+        found = outside_allocator(self.plan.mesh.n_communicators)
+        own_bytes = self.engine.outside_bytes(self.plan, self.model)
+        return Interval(found.low_bytes + own_bytes, found.high_bytes + own_bytes)
 
     @property
     def _gives_back(self) -> bool:
@@ -827,6 +829,7 @@ def estimate(
             overlap_grad_reduce: Megatron reduces gradients in buckets beside the backward pass.
             overlap_param_gather: its distributed optimizer gathers weights beside the forward pass.
             overlap_param_gather_with_optimizer_step: and the first chunk's beside the others' update.
+            tp_comm_overlap: Transformer Engine sends over the tensor axis beside its products (Userbuffers).
             use_layer_wise_param_layout: Muon's whole weights in equal parts of buckets, or divided by size.
             microbatch_group_size_per_virtual_pipeline_stage: micro-batches in a row; None: pp.
             num_distributed_optimizer_instances: groups of ranks, each with all of the state.

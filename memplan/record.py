@@ -51,6 +51,9 @@ CollectiveKind = Literal[
 COMPUTE: Final = "compute"
 """The stream of computations."""
 
+SENDS: Final = "sends"
+"""The stream of sends to other stages of a pipeline, where they overlap computation."""
+
 
 class Alloc(NamedTuple):
     """The allocation of a buffer's bytes."""
@@ -238,7 +241,9 @@ class Collective:
     `payload_bytes` is the operand of each call as the framework passes it: the full tensor of an all-gather
     or a reduce-scatter. `axis`: the group of ranks, as `memplan.mesh` names it. `what` is for people.
     `stream`: what runs it; computation goes on meanwhile, up to a `WaitStream`, unless it is `COMPUTE`. A
-    group's collectives run one after the other, on whatever stream.
+    group's collectives run one after the other, on whatever stream. A send on another stream is waited for by
+    its receiver alone. `beside`: a computation that is recorded too and runs meanwhile; what comes next waits
+    for both.
     """
 
     kind: CollectiveKind
@@ -247,6 +252,7 @@ class Collective:
     payload_bytes: int
     stream: str = COMPUTE
     calls: int = 1
+    beside: Compute | None = None
 
 
 Timed = RecordEvent | WaitStream | Compute | Collective
@@ -428,8 +434,10 @@ def events(name: str, sequence: Iterable[Event]) -> Stretch:
 
 
 def beside(event: Timed) -> bool:
-    """Whether an event is on another stream than `COMPUTE`, or between two."""
-    return not isinstance(event, Compute) and (not isinstance(event, Collective) or event.stream != COMPUTE)
+    """Whether an event is on a stream of its rank other than `COMPUTE`, or between two."""
+    if isinstance(event, Collective):
+        return event.stream != COMPUTE and event.kind != "send"
+    return not isinstance(event, Compute)
 
 
 def chain(name: str, *parts: Stretch) -> Stretch:

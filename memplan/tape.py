@@ -696,10 +696,14 @@ class Tape:
 
     def computed(self, kind: ComputeKind, operands: tuple[Shape, ...], shape: Shape, dtype: DType) -> None:
         """Record a computation whose result has this shape and type."""
+        self.events.append(self.computation(kind, operands, shape, dtype))
+
+    def computation(
+        self, kind: ComputeKind, operands: tuple[Shape, ...], shape: Shape, dtype: DType
+    ) -> Compute:
+        """A computation of the pass whose result has this shape and type."""
         flops = flops_of(kind, operands)
-        self.events.append(
-            Compute(kind=kind, operands=operands, phase=self.phase, flops=flops, shape=shape, dtype=dtype)
-        )
+        return Compute(kind=kind, operands=operands, phase=self.phase, flops=flops, shape=shape, dtype=dtype)
 
     def end_stretch(self) -> None:
         """Record what kernels beside products have moved since the last call."""
@@ -712,10 +716,15 @@ class Tape:
             )  # fmt: skip
         self.moved_bytes = self.n_kernels = 0
 
-    def collective(self, kind: CollectiveKind, axis: str, what: str, payload_bytes: int) -> None:
-        """Record a collective over an axis of the mesh."""
-        what, over = f"{self.scope}{what}, {self.phase}", axis
-        self.events.append(Collective(kind=kind, axis=over, what=what, payload_bytes=payload_bytes))
+    def collective(
+        self, kind: CollectiveKind, axis: str, what: str, payload_bytes: int, beside: Compute | None = None,
+        calls: int = 1,
+    ) -> None:  # fmt: skip
+        """Record `calls` collectives over an axis of the mesh, which may run beside a computation."""
+        of = f"{self.scope}{what}, {self.phase}"
+        self.events.append(
+            Collective(kind=kind, axis=axis, what=of, payload_bytes=payload_bytes, beside=beside, calls=calls)
+        )
 
     def over(self, axis: str, placement: Placement) -> Placements:
         """The placements of an activation with this one over an axis; `WHOLE` if the mesh lacks the axis."""

@@ -51,8 +51,8 @@ ROWS: Final = (
     NotModelled(
         "asynchronous tensor parallelism",
         "would cut gathers and reductions in pieces beside the products, in symmetric memory",
-        "use tp without it, which is slower and sends as much",
-        keywords="async_tp async_tensor_parallel tp_comm_overlap",
+        "use tp without it, which is slower and sends as much, or engine='megatron' with tp_comm_overlap",
+        keywords="async_tp async_tensor_parallel",
     ),
     NotModelled(
         "a scale of what adapters give",

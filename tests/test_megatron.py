@@ -1042,12 +1042,85 @@ def test_published_seconds_of_steps_that_chose_no_rate_are_met():
         assert rank_correlation([(row.predicted_s, row.published_s) for row in its]) >= 0.95, source
 
 
-def test_published_rates_of_nemo_in_fp8_are_in_the_order_of_the_predicted_seconds():
-    """Seconds are 19 to 54 % too many; the share of their brief rate that products sustain is bfloat16's."""
-    found = list(map(nemo_times.timed, nemo_times.read_rows()))
-    assert len(found) == 13
-    assert rank_correlation([(row.predicted_s, row.published_s) for row in found]) >= 0.9
-    assert 0.19 <= min(row.error for row in found) <= max(row.error for row in found) <= 0.55
+def test_published_rates_of_nemo_in_fp8_that_chose_no_rate_are_met():
+    """On 4 to 1,024 H100, 2,048 tokens to a million: no row is more than 8 % off."""
+    rows = nemo_times.kept_back()
+    found = list(map(nemo_times.timed, rows))
+    assert len(nemo_times.read_rows()) - len(found) == len(nemo_times.CHOSE_THE_SHARE) == 4
+    for source, n, most in (("nvidia-nemo24", 9, 0.05), ("nvidia-nemo-longseq", 9, 0.06)):
+        its = [row for row in found if row.source == source]
+        assert len(its) == n
+        assert median(abs(row.error) for row in its) <= most, source
+        assert max(abs(row.error) for row in its) <= 0.08, source
+    assert rank_correlation([(row.predicted_s, row.published_s) for row in found]) >= 0.98
+
+
+OVERLAPPED: dict[str, Any] = {
+    "engine": "megatron", "cluster": "16xh100-sxm", "tp": 8, "zero": 1, "sequence_parallel": True,
+    "micro_batch": 1, "global_batch": 16, "precision": "bf16-mixed",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fp8_format", ["none", "hybrid"])
+def test_userbuffers_send_beside_products_and_outside_pytorchs_memory(fp8_format):
+    """As much is sent and computed; less is waited for, and gathered tensors are no tensors of PyTorch's."""
+    plain, overlapped = (
+        memplan.estimate("llama-3-8b", **OVERLAPPED, fp8_format=fp8_format, tp_comm_overlap=overlap)
+        for overlap in (False, True)
+    )
+    assert [(c.what, c.wire_bytes, c.calls) for c in plain.collectives] == [
+        (c.what, c.wire_bytes, c.calls) for c in overlapped.collectives
+    ]
+    assert plain.time is not None
+    assert overlapped.time is not None
+    assert overlapped.time.compute_s == pytest.approx(plain.time.compute_s, rel=1e-9)
+    assert overlapped.time.tp_s < 0.6 * plain.time.tp_s
+    elements = 8192 * 4096
+    assert plain.device_bytes is not None
+    assert overlapped.device_bytes is not None
+    beside = overlapped.device_bytes.low_bytes - overlapped.worst.replayed.allocated_bytes
+    plainly = plain.device_bytes.low_bytes - plain.worst.replayed.allocated_bytes
+    assert beside - plainly == elements * (8 + 4 * 2 if fp8_format == "hybrid" else 12 * 2)
+
+
+@pytest.mark.parametrize(
+    "row_id, rest, peak", [("megatron-ci-3615", 0.004, 0.001), ("megatron-ci-3616", 0.0012, 0.001)]
+)
+def test_nvidias_bytes_with_userbuffers(row_id, rest, peak):
+    """A product beside traffic has a workspace for three streams: 96 MiB of 454."""
+    (row,) = (row for row in megatron_ci.read_rows() if row["row_id"] == row_id)
+    scored = megatron_ci.scored(row)
+    assert scored.reason == ""
+    assert scored.rest_bytes == pytest.approx(row["allocated_bytes"], rel=rest)
+    assert scored.peak_bytes == pytest.approx(row["max_allocated_bytes"], rel=peak)
+
+
+@pytest.mark.parametrize(
+    "model, more, said",
+    [
+        ("llama-3-8b", {"sequence_parallel": False}, "only when sequence parallelism is enabled"),
+        ("llama-3-8b", {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}, "fp8_recipe='blockwise' has no"),
+        ("mixtral-8x7b", {}, "tp_comm_overlap with experts has no rule"),
+    ],
+)
+def test_userbuffers_without_a_rule_are_refused(model, more, said):
+    with pytest.raises(MemplanError, match=said):
+        memplan.estimate(model, **OVERLAPPED | more, tp_comm_overlap=True)
+
+
+def test_interleaved_stages_compute_while_they_send():
+    """Between warm-up and flush no rank waits for a send; with the argument for it, nowhere."""
+    asked = OVERLAPPED | {"cluster": "32xh100-sxm", "tp": 2, "pp": 4, "global_batch": 64, "seq_len": 4096}
+    in_two: dict[str, Any] = {"virtual_stages": 2, "schedule": "interleaved-1f1b"}
+    ahead: dict[str, Any] = in_two | {"overlap_p2p_comm_warmup_flush": True}
+    plain, interleaved, flushed = (
+        memplan.estimate("llama-3-8b", **asked | more).time for more in ({}, in_two, ahead)
+    )
+    assert plain is not None
+    assert interleaved is not None
+    assert flushed is not None
+    assert 0 < interleaved.pp_s < plain.pp_s
+    assert flushed.pp_s == 0
 
 
 def test_a_pass_is_not_over_before_the_host_has_issued_it():

@@ -619,7 +619,7 @@ def compare_published(file: Path | None, as_json: bool, engine: str, coverage: b
         click.echo(megatron_ci.table(found))
         if file is None:
             timed = [megatron_times.timed(row) for row in megatron_times.kept_back()]
-            timed += map(nemo_times.timed, nemo_times.read_rows())
+            timed += map(nemo_times.timed, nemo_times.kept_back())
             click.echo(f"\n{megatron_times.table(timed)}")
         return
     rows = [memory.compared(row) for row in memory.read_rows(file or memory.ROWS)]

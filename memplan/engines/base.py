@@ -201,6 +201,8 @@ class Engine(ABC):
     """The checks of a plan, in order; each raises for a plan that cannot run."""
     gives_bounds: ClassVar[bool] = False
     """Whether it has `part_costs` and `data_parallelism`, so that search need not estimate every plan."""
+    overlaps_sends: ClassVar[bool] = False
+    """Whether interleaved stages compute on while they send."""
     options: ClassVar[type[Any] | None] = None
     """The type of its own options: a frozen dataclass of described fields; None: it has none."""
     code: ClassVar[str] = ""
@@ -316,6 +318,10 @@ class Engine(ABC):
         least 2; `single_stage`: whether their schedules have one stage per rank.
         """
         raise MissingRule(f"engine={self.name!r} gives no bounds.")
+
+    def outside_bytes(self, plan: Plan, model: Model) -> int:
+        """Bytes that it holds on each GPU outside the caching allocator, beside NCCL's."""
+        return 0
 
     def notes(self, model: Model, plan: Plan) -> Iterable[str]:
         """Notes on a plan under this engine, beside its figures."""

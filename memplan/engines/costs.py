@@ -31,7 +31,7 @@ def part_costs(
         computing: Sequence[Segment],
     ) -> Costs:
         events = [e for each in (*forward, backward) for e in each.events]
-        sent = [e for e in events if isinstance(e, Collective) and e.axis == "tp"]
+        sent = [e for e in events if isinstance(e, Collective) and e.axis == "tp" and e.beside is None]
         computed = [e for each in computing for e in each.events if isinstance(e, Compute)]
         return Costs(
             elements=sum([p.n_elements for p in parameters if p.requires_grad]),

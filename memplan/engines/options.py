@@ -80,6 +80,7 @@ class EngineOptions(TypedDict, total=False):
     overlap_grad_reduce: bool
     overlap_param_gather: bool
     overlap_param_gather_with_optimizer_step: bool
+    tp_comm_overlap: bool
     use_layer_wise_param_layout: bool
     microbatch_group_size_per_virtual_pipeline_stage: int | None
     num_distributed_optimizer_instances: int

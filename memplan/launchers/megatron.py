@@ -119,6 +119,7 @@ READ: Final = frozenset(
         "overlap-param-gather",
         WARMUP_FLUSH,
         "overlap-param-gather-with-optimizer-step",
+        "tp-comm-overlap",
         "fp8-format",
         "fp8-recipe",
         "fp8-param-gather",
@@ -210,7 +211,7 @@ HARMLESS: Final = (
         "muon-no-split",
     ),
     *("rotary-scaling-factor", "mscale", "original-max-position-embeddings", "mtp-loss-scaling-factor"),
-    *("fp8-margin", "fp8-interval", "fp8-amax-compute-algo"),
+    *("fp8-margin", "fp8-interval", "fp8-amax-compute-algo", "tp-comm-overlap-cfg", "tp-comm-bootstrap-"),
     *("deepspeed-activation-checkpointing", "deepspeed_config", "abort-on-unmet-fused-kernel-constraints"),
     *("no-persist-layer-norm", "use-flash-attn", "accumulate-allreduce-grads-in-fp32"),
 )
@@ -558,7 +559,7 @@ class Arguments:
             "overlap-grad-reduce", "overlap-param-gather", "cross-entropy-loss-fusion", "deterministic-mode",
             "accumulate-allreduce-grads-in-fp32", "overlap-param-gather-with-optimizer-step",
             "moe-permute-fusion", "use-precision-aware-optimizer", "defer-embedding-wgrad-compute",
-            "fp8-param-gather", "first-last-layers-bf16",
+            "fp8-param-gather", "first-last-layers-bf16", "tp-comm-overlap",
         )  # fmt: skip
         found: dict[str, Any] = {
             name.replace("-", "_"): read(self.given[name])

@@ -14,6 +14,7 @@ FLAGS: Final = (
     "overlap_grad_reduce",
     "overlap_param_gather",
     "overlap_param_gather_with_optimizer_step",
+    "tp_comm_overlap",
     "accumulate_allreduce_grads_in_fp32",
     "cross_entropy_loss_fusion",
     "deterministic_mode",

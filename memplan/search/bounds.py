@@ -410,7 +410,8 @@ def _average_s(plans: _Plans, parts: Mapping[Part, _Least], prices: Prices) -> A
     whole = _added(parts, plans.numbers(lambda pipeline: range(pipeline.plan.n_stages)))
     data = plans.data_parallelism(plans.all_elements / pp)
     crossing = plans.of_pipelines(lambda pipeline: pipeline.n_crossing(pipeline.plan.n_stages - 1))
-    sent_s = _sent_s(prices, "pp", 2 * m * crossing * plans.boundary_bytes / pp)
+    waited = np.where(_overlaps_sends(plans), 0, 2 * m * crossing)
+    sent_s = _sent_s(prices, "pp", waited * plans.boundary_bytes / pp)
     waits_s: Any = sum([_sent_s(prices, group, n) for group, n in data.waits.items() if group != HOST])
     busy_s = m * sum(whole) / pp + sent_s + waits_s
     hidden_s = data.reducing * m * whole.rest_s / pp
@@ -453,7 +454,8 @@ def _way_s(plans: _Plans, parts: Mapping[Part, _Least], prices: Prices, stages_o
     there = _added(parts, plans.numbers(stages_of))
     before = _added(parts, plans.numbers(lambda pipeline: range(min(stages_of(pipeline)))))
     crossing = plans.of_pipelines(lambda pipeline: pipeline.n_crossing(min(stages_of(pipeline))))
-    n_sends = np.where(crossing > 0, crossing + m + np.where(splits, 0, crossing - 1), 0)
+    there_and_back = crossing + np.where(_overlaps_sends(plans), 0, m) + np.where(splits, 0, crossing - 1)
+    n_sends = np.where(crossing > 0, there_and_back, 0)
     sent_s = _sent_s(prices, "pp", n_sends * plans.boundary_bytes)
     return m * sum(there) + np.where(splits, before.forward_s, sum(before)) + sent_s
 
@@ -461,6 +463,11 @@ def _way_s(plans: _Plans, parts: Mapping[Part, _Least], prices: Prices, stages_o
 def _splits(plans: _Plans) -> Any:
     """Whether each cell's schedule splits backward passes."""
     return plans.of_pipelines(lambda pipeline: pipeline.schedule.splits_backward)
+
+
+def _overlaps_sends(plans: _Plans) -> Any:
+    """Whether the stages of each cell compute on while they send."""
+    return ENGINES.named(plans.base.engine).overlaps_sends & (plans.virtual_stages > 1)
 
 
 def _update_s(plans: _Plans, data: DataParallelism, prices: Prices) -> Quantity:

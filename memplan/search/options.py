@@ -98,6 +98,7 @@ class PlanOptions(TypedDict, total=False):
     overlap_grad_reduce: bool | Iterable[bool]
     overlap_param_gather: bool | Iterable[bool]
     overlap_param_gather_with_optimizer_step: bool | Iterable[bool]
+    tp_comm_overlap: bool | Iterable[bool]
     use_layer_wise_param_layout: bool | Iterable[bool]
     microbatch_group_size_per_virtual_pipeline_stage: int | Iterable[int | None] | None
     num_distributed_optimizer_instances: int | Iterable[int]

@@ -33,7 +33,9 @@ class Operations:
         self.gpu, self.matmul, self.least, self.flash = gpu, matmul, least, flash
         self.curve, self.multiprocessors = curve_of(gpu, matmul)
         self.memory_bytes_per_s = self.curve.memory_tb_per_s * TB
-        self.sustained: float = toml_table(SUSTAINED)[lender_of(gpu, "products").name]["of_products"]
+        shares = toml_table(SUSTAINED)[lender_of(gpu, "products").name]
+        self.sustained: float = shares["of_products"]
+        self.sustained_in_fp8: float = shares.get("of_scaled_products", self.sustained)
         self._known: dict[tuple[Any, ...], float] = {}
 
     def seconds(self, event: Compute) -> float:
@@ -81,7 +83,7 @@ class Operations:
         if is_scaled:
             curve = replace(curve, cast_us=0.0, cast_row_ns=0.0, cast_tb_per_s=0.0)
         found = product_us(curve, multiprocessors, ITEM_BYTES[matmul], m, n, k, least=self.least)
-        return float(found) * 1e-6 / self.sustained
+        return float(found) * 1e-6 / (self.sustained_in_fp8 if is_scaled else self.sustained)
 
 
 @lru_cache(maxsize=64)

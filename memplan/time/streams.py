@@ -13,7 +13,17 @@ from typing import Final, NamedTuple, final
 
 from memplan.mesh import HOST, waits_of
 from memplan.plan import Plan
-from memplan.record import COMPUTE, Collective, Compute, RecordEvent, Stretch, Timed, WaitStream, beside
+from memplan.record import (
+    COMPUTE,
+    SENDS,
+    Collective,
+    Compute,
+    RecordEvent,
+    Stretch,
+    Timed,
+    WaitStream,
+    beside,
+)
 from memplan.time.prices import Prices
 
 Instant = int
@@ -176,6 +186,12 @@ class Programs:
         self._works[stretch] = found
         return found
 
+    def under_way(self, stretch: Stretch) -> Instant:
+        """How long after its end what a pass has sent meanwhile arrives."""
+        sent = [event for event in stretch.counts if isinstance(event, Collective) and event.stream == SENDS]
+        found = [self.prices.collective_s(one.kind, one.axis, one.payload_bytes) for one in sent]
+        return ceil(max(found, default=0.0) * PER_S)
+
     def _cost(self, event: Timed) -> tuple[int, Instant]:
         """What an event is counted as, and how long it takes."""
         found = self._costs.get(event)
@@ -186,12 +202,15 @@ class Programs:
     def _priced(self, event: Timed) -> tuple[int, Instant]:
         if isinstance(event, Compute):
             return int(event.phase == "recompute"), ceil(self.prices.operation_s(event) * PER_S)
-        if not isinstance(event, Collective) or event.kind == "recv":
+        if not isinstance(event, Collective) or event.kind == "recv" or event.stream == SENDS:
             return 0, 0
         if event.axis == HOST:
             return HOST_CAUSE, event.calls * ceil(self.prices.copied_s(event.payload_bytes) * PER_S)
         each_s = self.prices.collective_s(event.kind, event.axis, event.payload_bytes)
-        return CAUSES.index(f"{waits_of(event.axis)}_s"), event.calls * ceil(each_s * PER_S)
+        took = event.calls * ceil(each_s * PER_S)
+        if event.beside is not None:
+            took = max(0, took - ceil(self.prices.operation_s(event.beside) * PER_S))
+        return CAUSES.index(f"{waits_of(event.axis)}_s"), took
 
 
 def _sum(costs: Iterable[tuple[tuple[int, Instant], int]]) -> Work:

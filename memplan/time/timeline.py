@@ -1,7 +1,8 @@
 """The ranks of a pipeline played together: sends meet receives, and what a rank waits for them is its bubble.
 
 A pass starts when its rank is free and its input is there: of a forward pass what the stage before sends, of
-a backward pass what the stage after sends. The compute stream of the rank that sends waits for the send.
+a backward pass what the stage after sends. The compute stream of the rank that sends waits for the send,
+unless the send is on a stream of its own.
 Turns that every rank repeats are played until all ranks advance by as much in each; the others are counted.
 """
 
@@ -78,10 +79,14 @@ def timed_passes(steps: Sequence[Stretch], plan: Plan, prices: Prices) -> Iterat
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class _Node:
-    """A pass of a stage, or what a rank does between passes; `took`: None if it leaves a stream busy."""
+    """A pass of a stage, or what a rank does between passes; `took`: None if it leaves a stream busy.
+
+    `under_way`: how long after its end what it has sent arrives.
+    """
 
     program: Program
     took: Instant | None
+    under_way: Instant
     spent: Spent
     stage: int | None
     part: PassPart
@@ -133,7 +138,8 @@ def _nodes(
         took = alone.now if alone.at_rest <= alone.now else None
         local, part_of = stretch.stage_pass or (None, "forward")
         stage = None if local is None else stages[local]
-        found.append(_Node(program, took, tuple(alone.spent), stage, part_of))
+        spent, under_way = tuple(alone.spent), programs.under_way(stretch)
+        found.append(_Node(program, took, under_way, spent, stage, part_of))
     known[stretch] = found
     return found
 
@@ -148,14 +154,14 @@ def _unrolled(turned: _Turned) -> list[_Node | None]:
 # --- All ranks together -----------------------------------------------------------------------------------
 
 _Ends = list[Instant]
-"""When a stage's passes in one direction end, in order."""
+"""When what a stage's passes in one direction send arrives, in order."""
 
 
 @final
 class _Rank:
     """A rank's nodes, how far it has come, and when.
 
-    `ahead`: each node with its time, the ends that it waits for, and the ends to which it adds its own. A
+    `ahead`: each node with its times, the ends that it waits for, and the ends to which it adds its own. A
     None among the nodes adds to `marks` when the rank comes to it, and to `busy` if a stream is not free.
     `ran`: the start and the end of each node
     """
@@ -170,7 +176,8 @@ class _Rank:
         self.played: Counter[_Node] = Counter()
         ends = {node: pipeline.ends(node) for node in set(nodes) if node}
         self.ahead = [
-            (node, node.took, *ends[node]) if node else (None, 0, None, self.marks) for node in nodes
+            (node, node.took, node.under_way, *ends[node]) if node else (None, 0, 0, None, self.marks)
+            for node in nodes
         ]
 
     def advance(self) -> bool:
@@ -178,7 +185,7 @@ class _Rank:
         ahead, ran, now = self.ahead, self.ran, self.now
         before = len(ran)
         for at in range(before, len(ahead)):
-            node, took, needed, done = ahead[at]
+            node, took, under_way, needed, done = ahead[at]
             if needed is not None and done is not None:
                 n = len(done)
                 if n == len(needed):
@@ -195,7 +202,7 @@ class _Rank:
                 now = self.streams.played_from(now, node.program)
                 self.at_rest = self.streams.at_rest
             if done is not None:
-                done.append(now)
+                done.append(now + under_way)
             ran.append((start, now))
         self.now = now
         return len(ran) > before

@@ -21,7 +21,19 @@ from memplan.models.megatron import (
     kept_by_dispatcher,
 )
 from memplan.plan import Plan
-from memplan.record import Collective, CollectiveKind, Event, Stretch, allocs, chain, events, frees, repeated
+from memplan.record import (
+    COMPUTE,
+    SENDS,
+    Collective,
+    CollectiveKind,
+    Event,
+    Stretch,
+    allocs,
+    chain,
+    events,
+    frees,
+    repeated,
+)
 from memplan.shapes import BF16, BOOL, FP16, FP32, INT64, Buffer, DType, Parameter, buffer_of
 from memplan.tape import Backend, OpContext
 
@@ -37,6 +49,7 @@ def transformer_config(
     return TransformerConfig(
         tp=plan.tp,
         sequence_parallel=plan.sequence_parallel,
+        tp_comm_overlap=options.tp_comm_overlap,
         cp=plan.cp,
         cp_rank=plan.cp - 1 if cp_rank is None else cp_rank,
         cp_all_to_all=options.all_to_all_ranks,
@@ -70,6 +83,7 @@ class ModelChunk:
         input: the tensor received from the stage before; `input_grad`: its gradient, which is sent back.
         output_grad: the gradient of the chunk's output, received from the stage after.
         recv_forward, send_forward, recv_backward, send_backward: what a schedule sends and receives.
+        isend_forward, isend_backward: the same sends, for which the rank does not wait.
         release: frees the output, once it is sent (`deallocate_output_tensor`).
     """
 
@@ -100,6 +114,8 @@ class ModelChunk:
         self.send_forward = self._p2p("send", "activations", sends=not last)
         self.recv_backward = self._p2p("recv", "activation gradients", sends=not last)
         self.send_backward = self._p2p("send", "activation gradients", sends=not first)
+        self.isend_forward = self._p2p("send", "activations", sends=not last, stream=SENDS)
+        self.isend_backward = self._p2p("send", "activation gradients", sends=not first, stream=SENDS)
         self.release = self.trace.release.stretch("deallocate_output_tensor")
         self.report = buffer_of("lm loss and tokens of a micro-batch", (2,), FP32)
 
@@ -318,10 +334,10 @@ class ModelChunk:
                 found.append(Piece(part, of_ends.get(name, ())))
         return found
 
-    def _p2p(self, kind: CollectiveKind, what: str, *, sends: bool) -> Stretch:
+    def _p2p(self, kind: CollectiveKind, what: str, *, sends: bool, stream: str = COMPUTE) -> Stretch:
         n_bytes = self.trace.boundary.n_bytes
-        found = [Collective(kind=kind, axis="pp", what=what, payload_bytes=n_bytes)] * sends
-        return events(f"{kind} {what}", found)
+        found = Collective(kind=kind, axis="pp", what=what, payload_bytes=n_bytes, stream=stream)
+        return events(f"{kind} {what}", [found] * sends)
 
     @property
     def left_behind(self) -> Counter[Buffer]:

@@ -86,6 +86,13 @@ OF_EXPERTS: Final = ".mlp.experts."
 _Ends = tuple[bool, bool, tuple[Layers, ...]]
 
 
+USERBUFFERS_STREAMS: Final = 3
+"""The streams of Transformer Engine's products beside traffic, which share one workspace.
+
+Source: transformer_engine.pytorch.cpp_extensions.gemm:get_cublas_workspace.
+"""
+
+
 def te_workspace_bytes(device: Device) -> int:
     """The workspace of Transformer Engine's products.
 
@@ -245,6 +252,9 @@ class MegatronRank:
             if options.moe_grouped_gemm and self.has_experts and options.ngc_container != OLD_CONTAINER:
                 for _ in range(GROUPED_STREAMS):
                     yield buffer_of("grouped products' workspace", (te_workspace_bytes(device),), UINT8)
+        if options.tp_comm_overlap:
+            n_bytes = USERBUFFERS_STREAMS * te_workspace_bytes(device)
+            yield buffer_of("workspace of products beside traffic", (n_bytes,), UINT8)
         if options.uses_te:
             yield buffer_of("cu_seqlens", (plan.micro_batch + 1,), INT32)
         for one in self.chunks[:1]:
@@ -495,6 +505,11 @@ class MegatronRank:
                 yield from (*allocs(clone, main), *frees(clone))
 
 
+N_GATHERED: Final = 8
+N_SCATTERED: Final = 4
+"""The buffers of Transformer Engine for gathers and for reductions over the tensor axis."""
+
+
 @final
 class MegatronEngine(Engine):
     """Megatron-Core's GPTModel with its DDP or distributed optimizer, and its schedules."""
@@ -510,10 +525,25 @@ class MegatronEngine(Engine):
     refusals = REFUSALS
     options = MegatronOptions
     gives_bounds = True
+    overlaps_sends = True
     optimizers = (*OF_TORCH, "muon")
 
     def check_device(self, plan: Plan, device: Device) -> None:
         check_fp8_device(plan, device)
+
+    def outside_bytes(self, plan: Plan, model: Model) -> int:
+        """Bytes of Userbuffers: for each layer's traffic a buffer of a micro-batch's whole sequence.
+
+        Neglects: what each of them needs beside its buffer.
+
+        Source: transformer_engine.pytorch.module.base:initialize_ub,
+        megatron.training.initialize:_initialize_tp_communicators.
+        """
+        options = megatron_options(plan)
+        if not options.tp_comm_overlap:
+            return 0
+        n_elements = plan.micro_batch * plan.local_seq_len * gpt_model(model).d_model
+        return n_elements * (N_GATHERED * (1 if options.fp8_format != "none" else 2) + N_SCATTERED * 2)
 
     def notes(self, model: Model, plan: Plan) -> Iterator[str]:
         if megatron_options(plan).megatron_deepspeed:

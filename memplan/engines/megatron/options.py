@@ -133,6 +133,10 @@ class MegatronOptions:
     overlap_param_gather_with_optimizer_step: bool = described(
         False, Flag("Gather the first chunk's weights beside the update of the others", word="overlap-step")
     )
+    tp_comm_overlap: bool = described(
+        False,
+        Flag("Transformer Engine sends over the tensor axis beside its products", word="tp-comm-overlap"),
+    )
     overlap_p2p_comm_warmup_flush: bool = described(
         False, Flag("Interleaved stages receive ahead in warm-up and flush too", word="warmup-flush")
     )

@@ -383,6 +383,34 @@ def _check_bert(model: Model, plan: Plan) -> None:
         )
 
 
+def _check_tp_comm_overlap(model: Model, plan: Plan) -> None:
+    """Raise as `validate_args` does, or for layers whose Userbuffers have no rule."""
+    options, own = megatron_options(plan), gpt_model(model)
+    if not options.tp_comm_overlap:
+        return
+    if not plan.sequence_parallel:
+        raise PlanRefused(
+            "Tensor parallel communication/GEMM overlap can happen only when sequence parallelism is "
+            "enabled; use tp=2 or more with sequence_parallel=True.",
+            kind="overlapped tensor traffic without sequence parallelism",
+        )
+    in_blocks = options.fp8_format != "none" and options.fp8_recipe in MULTIPLES
+    cases = (
+        (not options.uses_te, "transformer_impl='local'"),
+        (own.moe is not None, "experts"),
+        (own.mla is not None, "multi-latent attention"),
+        (own.mtp_num_layers > 0, "multi-token prediction"),
+        (own.sees_all, f"model={model.name!r}"),
+        (in_blocks, f"fp8_recipe={options.fp8_recipe!r}"),
+    )
+    for applies, what in cases:
+        if applies:
+            raise MissingRule(
+                f"tp_comm_overlap with {what} has no rule in the Megatron engine; leave one of them out.",
+                kind="options beside Megatron's --tp-comm-overlap",
+            )
+
+
 def _check_fp8(model: Model, plan: Plan) -> None:
     """Raise as `validate_args` and Transformer Engine do, or for what has no rule beside products in 8 bits.
 
@@ -541,6 +569,7 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     _check_experts,
     _check_recomputation,
     _check_options,
+    _check_tp_comm_overlap,
     _check_states,
     _check_muon,
     _check_fp8,

@@ -184,21 +184,22 @@ class _OneForwardOneBackward:
             left -= 1
         return found
 
-    def _act(self, action: Action) -> Stretch:
+    def _act(self, action: Action, *, overlaps: bool = False) -> Stretch:
+        """The pass of an action; `overlaps`: the rank does not wait for what it sends."""
         chunk, local = self.chunks[action.local], action.local
         if action.kind == "forward":
             before = self._once("receive", self._before_forward(local))
             after = self._once("end of the forward pass", self._after_forward(local))
-            sends = [chunk.send_forward, *[chunk.release] * self._releases(local), after]
+            sent = chunk.isend_forward if overlaps else chunk.send_forward
+            sends = [sent, *[chunk.release] * self._releases(local), after]
             return self._passed(local, "forward", before, chunk.recv_forward, chunk.forward, *sends)
         before = self._once("receive", self._before_backward(local))
         after = self._once(
             "end of the backward pass", joined(self._defer(local), self._after_backward(local))
         )
         self.went_back = True
-        return self._passed(
-            local, "backward", before, chunk.recv_backward, chunk.backward, after, chunk.send_backward
-        )
+        sent = chunk.isend_backward if overlaps else chunk.send_backward
+        return self._passed(local, "backward", before, chunk.recv_backward, chunk.backward, after, sent)
 
     def _defer(self, local: int) -> Iterator[Event]:
         """Keep what the gradient of the output layer's weight is computed from at the end of the step.
@@ -277,7 +278,8 @@ class _OneForwardOneBackward:
 class _Interleaved(_OneForwardOneBackward):
     """The same for several chunks, each of whose receives begins before it is needed (`overlap_p2p_comm`).
 
-    The next input is received after a forward pass, the next output's gradient after a backward pass. The
+    The next input is received after a forward pass, the next output's gradient after a backward pass; between
+    warm-up and flush a rank does not wait for what it sends. The
     variable for the input keeps the last one of the warm-up to the end; passes run in functions of their own,
     whose variables end with them.
     """
@@ -287,7 +289,7 @@ class _Interleaved(_OneForwardOneBackward):
 
     def run(self, order: Loop) -> list[Stretch]:
         listed = list(actions(order))
-        early = self._early(listed)
+        early, steady = self._early(listed), self._steady(listed)
         self.received_forwards = [0] * len(self.chunks)
         forwards = deque([action.local for action in listed if action.kind == "forward"])
         begins = self._once("receive", self._receive(forwards.popleft()))
@@ -298,14 +300,14 @@ class _Interleaved(_OneForwardOneBackward):
                 parts, sent = sent, []
             ahead: list[Event] = []
             if i not in early:
-                parts.append(self._act(action))
+                parts.append(self._act(action, overlaps=i in steady))
             if is_forward and forwards:
                 ahead += self._receive(forwards.popleft())
             if coming is not None and coming.kind == "backward" and not (is_forward and i in early):
                 ahead += self._receive_grad(coming.local)
             parts.append(self._once("receive", iter(ahead)))
             if i in early:
-                parts.append(self._act(action))
+                parts.append(self._act(action, overlaps=i in steady))
             if is_forward and not self.chunks[action.local].last:
                 sent = [self.chunks[action.local].release]
             if not self.went_back:
@@ -314,14 +316,23 @@ class _Interleaved(_OneForwardOneBackward):
         returned = self._once("return of the schedule", self._returned())
         return [begins, *_counted(found, _period(listed, 2 * len(self.chunks))), *sent, returned]
 
+    @staticmethod
+    def _one_by_one(listed: Sequence[Action]) -> range:
+        """The places of the actions between warm-up and flush."""
+        kinds = [action.kind for action in listed]
+        return range(kinds.index("backward") - 1, len(kinds) - kinds[::-1].index("forward"))
+
+    def _steady(self, listed: Sequence[Action]) -> range:
+        """The places of the actions that do not wait for what they send."""
+        return range(len(listed)) if self.receives_early else self._one_by_one(listed)
+
     def _early(self, listed: Sequence[Action]) -> set[int]:
         """The places of the actions before which the next tensor is received."""
         if not self.receives_early:
             return set()
-        kinds = [action.kind for action in listed]
-        n_warmup, flush = kinds.index("backward") - 1, len(kinds) - kinds[::-1].index("forward")
-        warm_up = range(0 if self.chunks[0].first else n_warmup)
-        return {*warm_up, *range(len(kinds) if self.chunks[-1].last else flush, len(kinds))}
+        steady = self._one_by_one(listed)
+        warm_up = range(0 if self.chunks[0].first else steady.start)
+        return {*warm_up, *range(len(listed) if self.chunks[-1].last else steady.stop, len(listed))}
 
     def _releases(self, local: int) -> bool:
         return False

@@ -42,12 +42,14 @@ class TransformerConfig(NamedTuple):
     multi-token prediction. `cross_entropy` is the fused loss ("native" or "te"; empty: none). `ep` ranks have
     different experts, each of which `etp` ranks divide (`expert_model_parallel_size`,
     `expert_tensor_parallel_size`); `moe_use_legacy_grouped_gemm`: their products are those of grouped_gemm.
+    With `tp_comm_overlap` what tensor ranks send is in Userbuffers, outside PyTorch's allocator.
     `fp8`: how matrix products of the layers run in 8 bits; None: they run in bfloat16. With
     `first_last_layers_bf16` the first and the last layer run in bfloat16.
     """
 
     tp: int = 1
     sequence_parallel: bool = False
+    tp_comm_overlap: bool = False
     cp: int = 1
     cp_rank: int = 0
     cp_all_to_all: int = 1

@@ -10,14 +10,16 @@ from typing import Final, NamedTuple
 from memplan.models.megatron.config import Fp8, TransformerConfig
 from memplan.models.megatron.layers import (
     Norm,
+    forward_gemm,
     gemm,
+    gradient_gemms,
     operands_of,
+    row_output,
     sent,
-    summed_output,
     wgrads,
     whole_sequence,
 )
-from memplan.record import ComputeKind
+from memplan.record import Compute, ComputeKind
 from memplan.shapes import BF16, FP32, UINT8, DType, Shape, n_elements
 from memplan.tape import Grads, Saved, Tape, Tensor, Workspace
 
@@ -110,23 +112,31 @@ def transposed(tape: Tape, x: Quantized, name: str, shape: Shape, fp8: Fp8) -> Q
 
 
 def gathered(
-    tape: Tape, what: str, shape: Shape, fp8: Fp8, *, rows: bool = True, columns: bool = False,
-    until: Workspace | None = None,
+    tape: Tape, what: str, shape: Shape, fp8: Fp8, config: TransformerConfig, *,
+    rows: bool = True, columns: bool = False,
+    until: Workspace | None = None, beside: Compute | None = None,
 ) -> Quantized:  # fmt: skip
     """A tensor of this shape, whose quantized parts along the sequence are gathered.
 
     Transposed parts of the blockwise recipe, and scales by rows, are interleaved in a buffer of their own,
     which lives until the gather is waited for: at once, or when the block `until` ends.
 
+    With `tp_comm_overlap` they are in Userbuffers, not in PyTorch's memory.
+
     Neglects: the copy of MXFP8's gathered scales in the order of products, which lives for one product.
 
-    Source: transformer_engine.pytorch.distributed:gather_along_first_dim.
+    Source: transformer_engine.pytorch.distributed:gather_along_first_dim,
+    transformer_engine.pytorch.module.base:fill_userbuffers_buffer_for_all_gather.
     """
-    with tape.by_products():
-        whole = quantized(tape, what, shape, fp8, rows=rows, columns=columns and not fp8.is_per_tensor)
+    if config.tp_comm_overlap:
+        parts = [Tensor(tape, own, dtype, is_view=True) for _, own, dtype in rows_of(shape, fp8)]
+        whole = Quantized(tuple(parts), ())
+    else:
+        with tape.by_products():
+            whole = quantized(tape, what, shape, fp8, rows=rows, columns=columns and not fp8.is_per_tensor)
     for one in (*whole.rows, *whole.columns):
         if n_elements(one.shape) > 1:
-            sent(tape, "all_gather", what, one.shape, one.dtype)
+            sent(tape, "all_gather", what, one.shape, one.dtype, beside if one.dtype == UINT8 else None)
     with tape.workspace() as at_once:
         for one in (*whole.rows[1:], *whole.columns[:1]) if fp8.recipe == "blockwise" else ():
             (until or at_once).new("interleaved", one.shape, one.dtype)
@@ -166,14 +176,18 @@ def norm_column_linear(
         tape, ln_out, total = grad.tape, saved[1:3], None
         of_bias = [tape.new("bgrad", (n_out,), dtype)] if bias else []
         dy = quantized(tape, "output gradient", out, fp8)
+        of_input, of_own = gradient_gemms(tape, out, n_in, dtype, ComputeKind.SCALED_MM)
         with tape.workspace() as until:
             if gathers:
                 total = gathered(
-                    tape, "normed input", whole, fp8, rows=by_rows, columns=not by_rows, until=until
-                )
+                    tape, "normed input", whole, fp8, config,
+                    rows=by_rows, columns=not by_rows, until=until, beside=of_input,
+                )  # fmt: skip
             with tape.by_products():
-                gemm_out = tape.new("dgrad", whole, dtype)
-            dgrad = summed(tape, gemm_out, shape, config)
+                gemm_out = Tensor(tape, whole, dtype, is_view=True)
+                if not config.tp_comm_overlap:
+                    gemm_out = tape.new("dgrad", whole, dtype)
+                dgrad = summed(tape, gemm_out, shape, config, of_own)
         if total is not None:
             total = transposed(tape, total, "normed input", whole, fp8)
         of_weight = wgrads(tape, (n_out, n_in), dtype, bias=False, config=config)
@@ -190,7 +204,8 @@ def norm_column_linear(
     if fp8.recipe != "delayed":
         tape.new("normed input", shape, dtype)
     reduced_amax(tape, config, fp8)
-    total = gathered(tape, "normed input", whole, fp8) if gathers else None
+    beside = forward_gemm(tape, out, n_in, dtype, config, ComputeKind.SCALED_MM)
+    total = gathered(tape, "normed input", whole, fp8, config, beside=beside) if gathers else None
     with tape.by_products():
         y = gemm(tape, name, out, n_in, dtype, ComputeKind.SCALED_MM)
     del total
@@ -202,14 +217,17 @@ def norm_column_linear(
     return y
 
 
-def summed(tape: Tape, grad: Tensor, shape: Shape, config: TransformerConfig) -> Tensor:
-    """The gradient of the input of a product by columns, summed over tensor ranks: this rank's part."""
+def summed(tape: Tape, grad: Tensor, shape: Shape, config: TransformerConfig, beside: Compute) -> Tensor:
+    """The gradient of the input of a product by columns, summed over tensor ranks: this rank's part.
+
+    `beside`: the product of the weight's gradient, which runs while the sum is sent.
+    """
     if config.sequence_parallel:
         part = tape.new("scattered dgrad", shape, grad.dtype)
-        sent(tape, "reduce_scatter", "input gradient", grad, grad.dtype)
+        sent(tape, "reduce_scatter", "input gradient", grad, grad.dtype, beside)
         return part
     if config.tp > 1:
-        sent(tape, "all_reduce", "input gradient", grad, grad.dtype)
+        sent(tape, "all_reduce", "input gradient", grad, grad.dtype, beside)
     return grad
 
 
@@ -234,7 +252,9 @@ def row_linear(
         if gathers:
             part = quantized(tape, "output gradient", grad.shape, fp8, columns=not fp8.is_per_tensor)
             reduced_amax(tape, config, fp8)
-            dy = gathered(tape, "output gradient", whole, fp8, columns=True)
+            dgrad, _ = gradient_gemms(tape, whole, n_in, dtype, ComputeKind.SCALED_MM)
+            beside = dgrad if config.tp_comm_overlap else None
+            dy = gathered(tape, "output gradient", whole, fp8, config, columns=True, beside=beside)
             del part
         else:
             dy = quantized(tape, "output gradient", whole, fp8)
@@ -246,9 +266,7 @@ def row_linear(
         return grad_x, *of_weight
 
     of_x = quantized(tape, "input", shape, fp8, columns=not saves_x)
-    with tape.by_products():
-        y = gemm(tape, name, whole, n_in, dtype, ComputeKind.SCALED_MM)
-    y = summed_output(y, name, config)
+    y = row_output(tape, name, whole, n_in, dtype, config, ComputeKind.SCALED_MM)
     saved = (x,) if saves_x else of_x.columns
     y.node = tape.node((x.node, tape.weight(weight).node), saved, backward)
     y.node.computes(ComputeKind.SCALED_MM, operands_of(whole, n_in), 0, 1)

@@ -8,7 +8,7 @@ function allocates, saves and sends.
 from collections.abc import Sequence
 
 from memplan.models.megatron.config import TransformerConfig
-from memplan.record import CollectiveKind, ComputeKind
+from memplan.record import CollectiveKind, Compute, ComputeKind, gradient_products
 from memplan.shapes import BOOL, FP32, INT64, DType, Parameter, Shape, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor, Workspace
 
@@ -17,7 +17,8 @@ def gemm(
     tape: Tape, name: str, shape: Shape, n_in: int, dtype: DType, kind: ComputeKind = ComputeKind.MM
 ) -> Tensor:
     """A new matrix product of this shape, summed over `n_in` features."""
-    y = tape.new(name, shape, dtype)
+    with tape.by_products():
+        y = tape.new(name, shape, dtype)
     tape.computed(kind, operands_of(shape, n_in), shape, dtype)
     return y
 
@@ -27,10 +28,41 @@ def operands_of(shape: Shape, n_in: int) -> tuple[Shape, Shape]:
     return (n_elements(shape[:-1]), n_in), (n_in, shape[-1])
 
 
-def sent(tape: Tape, kind: CollectiveKind, what: str, x: Tensor | Shape, dtype: DType) -> None:
-    """Record a collective over the tensor axis, whose whole tensor has this shape."""
+def gradient_gemms(
+    tape: Tape, shape: Shape, n_in: int, dtype: DType, kind: ComputeKind = ComputeKind.MM
+) -> tuple[Compute, ...]:
+    """The products of the backward pass of one of this shape: its input's gradient, its weight's."""
+    return tuple(
+        [
+            tape.computation(each, (left, right), (left[0], right[-1]), dtype)
+            for each, (left, right) in gradient_products(kind, operands_of(shape, n_in))
+        ]
+    )
+
+
+def sent(
+    tape: Tape, kind: CollectiveKind, what: str, x: Tensor | Shape, dtype: DType,
+    beside: Compute | None = None,
+) -> None:  # fmt: skip
+    """Record a collective over the tensor axis, whose whole tensor has this shape.
+
+    `beside`: the product that runs meanwhile.
+    """
     shape = x.shape if isinstance(x, Tensor) else x
-    tape.collective(kind, "tp", what, n_elements(shape) * dtype.itemsize)
+    tape.collective(kind, "tp", what, n_elements(shape) * dtype.itemsize, beside)
+
+
+def forward_gemm(
+    tape: Tape, shape: Shape, n_in: int, dtype: DType, config: TransformerConfig,
+    kind: ComputeKind = ComputeKind.MM,
+) -> Compute | None:  # fmt: skip
+    """The product of this shape that runs while its input or its output is sent; None: none does.
+
+    Source: transformer_engine.pytorch.module.base:initialize_ub (the methods "ring_exchange", "pipeline").
+    """
+    if not config.tp_comm_overlap:
+        return None
+    return tape.computation(kind, operands_of(shape, n_in), shape, dtype)
 
 
 def whole_sequence(shape: Shape, config: TransformerConfig) -> Shape:
@@ -107,17 +139,19 @@ def te_norm_column_linear(
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         tape, ln_out = grad.tape, saved[1]
-        with tape.workspace() as local:
+        dgrad, wgrad = gradient_gemms(tape, out, n_in, dtype)
+        with tape.by_products(), tape.workspace() as local:
             if config.sequence_parallel:
-                local.new("gathered input", gathered, dtype)
-                sent(tape, "all_gather", "normed input", gathered, dtype)
-            gemm_out = tape.new("dgrad", gathered, dtype)
+                _in_memory(local, "gathered input", gathered, dtype, config)
+                sent(tape, "all_gather", "normed input", gathered, dtype, dgrad)
+            gemm_out = None if config.tp_comm_overlap else tape.new("dgrad", gathered, dtype)
             if config.sequence_parallel:
-                local.new("scattered dgrad", x_shape, dtype)
-                sent(tape, "reduce_scatter", "input gradient", gathered, dtype)
+                _in_memory(local, "scattered dgrad", x_shape, dtype, config)
+                sent(tape, "reduce_scatter", "input gradient", gathered, dtype, wgrad)
             elif config.tp > 1:
-                sent(tape, "all_reduce", "input gradient", gathered, dtype)
+                sent(tape, "all_reduce", "input gradient", gathered, dtype, wgrad)
             grads = wgrads(tape, (n_out, n_in), dtype, bias=bias, config=config)
+            gemm_out = gemm_out or tape.new("scattered dgrad", x_shape, dtype)
         ln_out.storage = None  # clear_tensor_data(ln_out)
         grad_x, of_norm = of.backward(tape)
         del gemm_out
@@ -125,10 +159,11 @@ def te_norm_column_linear(
 
     x_shape = x.shape
     ln_out, statistics = of.forward(x, f"{name}.layer_norm")
-    with tape.workspace() as local:
+    with tape.by_products(), tape.workspace() as local:
         if config.sequence_parallel:
-            local.new("gathered input", gathered, dtype)
-            sent(tape, "all_gather", "normed input", gathered, dtype)
+            _in_memory(local, "gathered input", gathered, dtype, config)
+            beside = forward_gemm(tape, out, n_in, dtype, config)
+            sent(tape, "all_gather", "normed input", gathered, dtype, beside)
         y = gemm(tape, name, out, n_in, dtype)
     weights = [tape.weight(one).node for one in (*of.parameters, *own)]
     y.node = tape.node((x.node, *weights), (x, ln_out, *statistics), backward)
@@ -136,14 +171,21 @@ def te_norm_column_linear(
     return y
 
 
+def _in_memory(local: Workspace, name: str, shape: Shape, dtype: DType, config: TransformerConfig) -> None:
+    """A tensor of a workspace, unless it is in Userbuffers."""
+    if not config.tp_comm_overlap:
+        local.new(name, shape, dtype)
+
+
 def input_gradient(
     tape: Tape, local: Workspace, gathered: Shape, shape: Shape, dtype: DType, config: TransformerConfig, *,
-    by_pytorch: bool = False,
+    beside: Compute, by_pytorch: bool = False,
 ) -> Tensor:  # fmt: skip
     """The gradient of the input of a product by columns, summed over tensor ranks.
 
     Under sequence parallelism `local` keeps the gradient of the gathered input, of which this is a part.
-    `by_pytorch`: PyTorch's cuBLAS computes the product.
+    `beside`: the product of the weight's gradient, which runs while the sum is sent. `by_pytorch`: PyTorch's
+    cuBLAS computes the product.
     """
     grad = tape.new("dgrad", gathered, dtype)
     if by_pytorch:
@@ -151,9 +193,9 @@ def input_gradient(
     if config.sequence_parallel:
         local.keep(grad)
         grad = tape.new("scattered dgrad", shape, dtype)
-        sent(tape, "reduce_scatter", "input gradient", gathered, dtype)
+        sent(tape, "reduce_scatter", "input gradient", gathered, dtype, beside)
     elif config.tp > 1:
-        sent(tape, "all_reduce", "input gradient", gathered, dtype)
+        sent(tape, "all_reduce", "input gradient", gathered, dtype, beside)
     return grad
 
 
@@ -165,24 +207,25 @@ def te_column_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig
     tape, shape, dtype = x.tape, x.shape, x.dtype
     gathered = whole_sequence(shape, config)
     weight = tape.parameter(f"{name}.weight", (n_out, shape[-1]))
-    of_weight = weight.shape
+    of_weight, out = weight.shape, (*gathered[:-1], n_out)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         tape = grad.tape
-        with tape.workspace() as local:
+        dgrad, wgrad = gradient_gemms(tape, out, shape[-1], dtype)
+        with tape.by_products(), tape.workspace() as local:
             if config.sequence_parallel:
                 local.new("gathered input", gathered, dtype)
-                sent(tape, "all_gather", "input", gathered, dtype)
-            grad_x = input_gradient(tape, local, gathered, shape, dtype, config)
+                sent(tape, "all_gather", "input", gathered, dtype, dgrad)
+            grad_x = input_gradient(tape, local, gathered, shape, dtype, config, beside=wgrad)
             return grad_x, *wgrads(tape, of_weight, dtype, bias=False, config=config)
 
-    with tape.workspace() as local:
+    with tape.by_products(), tape.workspace() as local:
         if config.sequence_parallel:
             local.new("gathered input", gathered, dtype)
             sent(tape, "all_gather", "input", gathered, dtype)
-        y = gemm(tape, name, (*gathered[:-1], n_out), shape[-1], dtype)
+        y = gemm(tape, name, out, shape[-1], dtype)
     y.node = tape.node((x.node, tape.weight(weight).node), (x,), backward)
-    y.node.computes(ComputeKind.MM, operands_of((*gathered[:-1], n_out), shape[-1]), 0, 1)
+    y.node.computes(ComputeKind.MM, operands_of(out, shape[-1]), 0, 1)
     return y
 
 
@@ -208,30 +251,42 @@ def te_row_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         tape = grad.tape
-        with tape.workspace() as local:
+        with tape.by_products(), tape.workspace() as local:
             if config.sequence_parallel:
-                local.new("gathered output gradient", whole, dtype)
-                sent(tape, "all_gather", "output gradient", whole, dtype)
+                _in_memory(local, "gathered output gradient", whole, dtype, config)
+                dgrad, _ = gradient_gemms(tape, whole, n_in, dtype)
+                beside = dgrad if config.tp_comm_overlap else None
+                sent(tape, "all_gather", "output gradient", whole, dtype, beside)
             grad_x = tape.new("dgrad", shape, dtype)
             return grad_x, *wgrads(tape, (n_out, n_in), dtype, bias=False, config=config)
 
-    y = gemm(tape, name, whole, n_in, dtype)
-    y = summed_output(y, name, config)
+    y = row_output(tape, name, whole, n_in, dtype, config)
     y.node = tape.node((x.node, tape.weight(weight).node), (x,), backward)
     y.node.computes(ComputeKind.MM, operands_of(whole, n_in), 0, 1)
     return y
 
 
-def summed_output(y: Tensor, name: str, config: TransformerConfig) -> Tensor:
-    """The output of a product by rows, summed over tensor ranks: of the sequence this rank's part."""
-    if not config.sequence_parallel:
-        if config.tp > 1:
-            sent(y.tape, "all_reduce", "output", y, y.dtype)
-        return y
-    batch, seq, n_out = y.shape
-    part = y.tape.new(name, (batch, seq // config.tp, n_out), y.dtype)
-    sent(y.tape, "reduce_scatter", "output", y, y.dtype)
-    return part
+def row_output(
+    tape: Tape, name: str, shape: Shape, n_in: int, dtype: DType, config: TransformerConfig,
+    kind: ComputeKind = ComputeKind.MM,
+) -> Tensor:  # fmt: skip
+    """The output of a product by rows, summed over tensor ranks: of the sequence this rank's part.
+
+    `shape`: of the product before the sum.
+    """
+    beside = forward_gemm(tape, shape, n_in, dtype, config, kind)
+    if beside is not None:
+        tape.events.append(beside)
+    else:
+        y = gemm(tape, name, shape, n_in, dtype, kind)
+    if config.sequence_parallel:
+        batch, seq, n_out = shape
+        with tape.by_products():
+            y = tape.new(name, (batch, seq // config.tp, n_out), dtype)
+        sent(tape, "reduce_scatter", "output", shape, dtype, beside)
+    elif config.tp > 1:
+        sent(tape, "all_reduce", "output", y, dtype)
+    return y
 
 
 def column_linear(
@@ -250,13 +305,16 @@ def column_linear(
     tape, shape, dtype = x.tape, x.shape, x.dtype
     n_out, n_in = weight.shape
     gathered = whole_sequence(shape, config)
+    out = (*gathered[:-1], n_out)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         tape = grad.tape
+        dgrad, wgrad = gradient_gemms(tape, out, n_in, dtype)
         with tape.workspace() as local:
             if config.sequence_parallel:
-                sent(tape, "all_gather", "input", gathered, dtype)
-            grad_x = input_gradient(tape, local, gathered, shape, dtype, config, by_pytorch=True)
+                sent(tape, "all_gather", "input", gathered, dtype, dgrad)
+            of_input = gathered, shape, dtype, config
+            grad_x = input_gradient(tape, local, *of_input, beside=wgrad, by_pytorch=True)
             has_own = bias is not None and not sums_bias
             of_weight, *of_bias = wgrads(tape, (n_out, n_in), dtype, bias=has_own, config=config)
             if shared and of_weight is None:
@@ -266,13 +324,13 @@ def column_linear(
 
     if config.sequence_parallel:
         sent(tape, "all_gather", "input", gathered, dtype)
-    y = gemm(tape, name, (*gathered[:-1], n_out), n_in, dtype)
+    y = gemm(tape, name, out, n_in, dtype)
     tape.product(y)
     if sums_bias:
         y = tape.new(f"{name} with bias", y.shape, dtype)
     weights = [tape.weight(one).node for one in (weight, bias) if one is not None]
     y.node = tape.node((x.node, *weights), (x,), backward)
-    y.node.computes(ComputeKind.MM, operands_of((*gathered[:-1], n_out), n_in), 0, 1)
+    y.node.computes(ComputeKind.MM, operands_of(out, n_in), 0, 1)
     return y
 
 

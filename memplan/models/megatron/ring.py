@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from memplan.models.megatron.attention import Qkv, flash_scratch, fused_scratch, made_contiguous
 from memplan.models.megatron.config import TransformerConfig
-from memplan.record import ComputeKind
+from memplan.record import Compute, ComputeKind
 from memplan.shapes import FP32, INT64, DType, Shape, n_elements
 from memplan.tape import Grads, Saved, Tape, Tensor, Workspace
 
@@ -95,15 +95,17 @@ class Ring:
         with tape.workspace() as steps:
             received = tape.new("keys and values", self.kv, self.dtype)
             for i, part in enumerate(self.parts):
+                attention = tape.computation(ComputeKind.ATTENTION, (*part, part.k), part.q, self.dtype)
                 if i + 1 < self.n_ranks:
                     steps.keep(received)
-                    received = tape.new("received keys and values", self.kv, self.dtype)
-                    self._send(tape)
+                    with tape.by_products():
+                        received = tape.new("received keys and values", self.kv, self.dtype)
+                    self._send(tape, attention)
                 steps.new("attention of a part", part.q, self.dtype)
                 steps.new("log-sum-exp of a part", (batch, n, part.q[1]), FP32)
                 self._scratch(tape, part, backward=False)
                 states.append(tape.new("random state", (2,), INT64))
-                tape.computed(ComputeKind.ATTENTION, (*part, part.k), part.q, self.dtype)
+                tape.events.append(attention)
             lse = tape.new("log-sum-exp", (batch, n, seq), FP32)
             y = tape.new("attention", self.q, self.dtype)
         return y, (received, lse, *states)
@@ -116,17 +118,20 @@ class Ring:
             grads.new("a part and its gradient", pair, self.dtype)
             other.new("a received part and its gradient", pair, self.dtype)
             for i, part in enumerate(reversed([*self.parts])):
-                for _ in range((i > 0) + (i < self.n_ranks - 1)):
-                    self._send(tape)
+                attention = tape.computation(
+                    ComputeKind.ATTENTION_BACKWARD, (*part, part.k), part.q, self.dtype
+                )
+                self._send(tape, attention, (i > 0) + (i < self.n_ranks - 1))
                 with tape.workspace() as of_part:
                     for name, shape in (("queries", part.q), ("keys", part.k), ("values", part.k)):
                         of_part.new(f"grad of a part's {name}", shape, self.dtype)
                     self._scratch(tape, part, backward=True)
-                    tape.computed(ComputeKind.ATTENTION_BACKWARD, (*part, part.k), part.q, self.dtype)
+                    tape.events.append(attention)
 
-    def _send(self, tape: Tape) -> None:
+    def _send(self, tape: Tape, beside: Compute, calls: int = 1) -> None:
+        """Send keys and values, or their gradients too, while a part's attention is computed."""
         n_bytes = n_elements(self.kv) * self.dtype.itemsize
-        tape.collective("permute", "cp", "keys and values", n_bytes)
+        tape.collective("permute", "cp", "keys and values", n_bytes, beside, calls)
 
     def _scratch(self, tape: Tape, part: Part, *, backward: bool) -> None:
         """Allocate and free what the attention kernel of one step needs for a moment."""
