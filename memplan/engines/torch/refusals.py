@@ -727,10 +727,11 @@ def _check_experts(model: Model, plan: Plan) -> None:
             f"{model.name}: it has no experts that are known; use ep=1, or a mixture of experts.",
             kind="ep of a model without experts",
         )
-    if plan.pp > 1:
+    of_torchtitan = isinstance(model, TracedModel) and model.is_of_torchtitan
+    if plan.pp > 1 and not of_torchtitan:
         raise PlanRefused(
             f"{named} beside pp={plan.pp}: transformers refuses it ('Combining token dispatch with pipeline "
-            "parallelism is not supported/tested yet.'); use pp=1, or ep=1.",
+            "parallelism is not supported/tested yet.'); use implementation='torchtitan', pp=1, or ep=1.",
             kind="ep in a pipeline, which transformers refuses",
         )
     if plan.clip_grad_norm is not None:

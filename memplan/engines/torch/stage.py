@@ -128,6 +128,11 @@ class Stage(ModelStage):
         """Whether transformers' Trainer trains the module."""
         return self.options.trainer == "huggingface"
 
+    @property
+    def is_of_torchtitan(self) -> bool:
+        """Whether the module is torchtitan's, which torchtitan divides into units."""
+        return isinstance(self.model, TracedModel) and self.model.is_of_torchtitan
+
     @cached_property
     def trainer(self) -> KeptByTrainer | None:
         """What transformers' Trainer keeps from step to step; None: a plain loop trains."""
