@@ -61,8 +61,9 @@ def traced_mixture(
     seq_len = max(LENGTHS)
     with torchtitan_backend(), set_checkpoint_early_stop(False):
         module = mixture_of(config, seq_len)
-        tokens = torch.zeros(2, seq_len, dtype=torch.int64)
-        example = checked_example(module, {"tokens": tokens, "positions": tokens}, token_loss, tokens)
+        tokens, positions, targets = torch.zeros(3, 2, seq_len, dtype=torch.int64).unbind()
+        inputs = {"tokens": tokens, "positions": positions}
+        example = checked_example(module, inputs, token_loss, targets)
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         n_ranks = ranks.get("ep", 1)
         found = traced(
@@ -74,7 +75,7 @@ def traced_mixture(
             name,
             mesh=ranks,
             experts_within=True,
-            parallelize=lambda one, played: divide(one, played, n_ranks),
+            parallelize=lambda one, played: divide(one, played, n_ranks, make_known),
         )
     buffers = [_of_length(one, seq_len) for one in found.module_buffers]
     return replace(found, module_buffers=tuple(buffers))
@@ -215,10 +216,14 @@ def _check_equals(config: Config, expected: Mapping[str, Any]) -> None:
             )
 
 
-def divide(module: nn.Module, ranks: Any, n_ranks: int) -> None:
+Write = Callable[[Tensor, npt.NDArray[np.int64]], None]
+"""Writes the numbers of experts into a tensor, one after the other."""
+
+
+def divide(module: nn.Module, ranks: Mapping[str, Any], n_ranks: int, write: Write) -> None:
     """Divide a mixture of torchtitan over its expert-parallel ranks, as its `parallelize_fn` does.
 
-    `ranks`: the `DeviceMesh` of each axis, by name. Tokens choose all experts equally often.
+    `ranks`: the `DeviceMesh` of each axis, by name. Tokens choose all experts equally often (`route_evenly`).
 
     Source: torchtitan/models/qwen3/parallelize.py (`parallelize_qwen3`).
     """
@@ -228,20 +233,16 @@ def divide(module: nn.Module, ranks: Any, n_ranks: int) -> None:
     )  # fmt: skip
     dims._single_axis_meshes = {axis: ranks[axis] for axis in ("ep", "tp")}
     cast(Any, module).parallelize(dims)
-    route_evenly(module, n_ranks, make_known)
+    route_evenly(module, n_ranks, write)
 
 
-def route_evenly(
-    module: nn.Module, n_ranks: int, write: Callable[[Tensor, npt.NDArray[np.int64]], None]
-) -> None:
+def route_evenly(module: nn.Module, n_ranks: int, write: Write) -> None:
     """Let routers choose all experts equally often: `write` puts the experts' numbers into what they chose."""
     for router in module.modules():
         if type(router).__name__ == "TokenChoiceTopKRouter":
             router.register_forward_hook(partial(_routed, n_ranks=n_ranks, write=write))
 
 
-def _routed(
-    router: Any, _: Any, output: Any, *, n_ranks: int, write: Callable[[Tensor, npt.NDArray[np.int64]], None]
-) -> None:
+def _routed(router: Any, _: Any, output: Any, *, n_ranks: int, write: Write) -> None:
     _, chosen, _ = output
     write(chosen, dealt_out(chosen.numel(), router.num_experts, n_ranks))

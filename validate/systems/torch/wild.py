@@ -32,13 +32,15 @@ from memplan.engines.torch.options import torch_options
 from memplan.errors import PlanRefused, unknown_name
 from memplan.models import Decoder
 from memplan.models.config_of import config_of
+from memplan.models.config import Config
 from memplan.models.traced import modules_with
 from memplan.plan import Rank
 from memplan.shapes import FP32
 from memplan.tracing.context import as_trainer_divides, divided_sequences
 from memplan.tracing.divided import by_plan_of_transformers, dealt_out, is_of_experts
 from memplan.tracing.float8 import with_float8
-from memplan.tracing.torchtitan import kept_contexts
+from memplan.tracing.torchtitan import kept_contexts, token_loss
+from memplan.tracing.torchtitan_mixtures import mixture_of
 from validate.cases import Divided
 from validate.standin import materialised
 from validate.systems.torch.adapters import with_adapters
@@ -55,7 +57,9 @@ from validate.systems.torch.parallelize import (
     units_of_blocks,
 )
 from validate.systems.torch.passes import Passes, syncing
+from validate.systems.torch.torchtitan import MIXTURES, mixture_inputs, mixture_stage, mixture_trace
 from validate.systems.torch.wild_stages import (
+    POSITIONS,
     VOCABULARY,
     WIDTH,
     autocast,
@@ -97,7 +101,10 @@ def loss_of(module: nn.Module, inputs: Inputs) -> Tensor:
     """The loss as most people compute it: the model's own, or cross-entropy with the targets."""
     called = {name: value for name, value in inputs.items() if name != "targets"}
     output = module(**called)
-    return loss_of_output(output, inputs["targets"]) if "targets" in inputs else cast(Tensor, output.loss)
+    if "targets" not in inputs:
+        return cast(Tensor, output.loss)
+    loss = token_loss if POSITIONS in inputs else loss_of_output
+    return loss(output, inputs["targets"])
 
 
 # --- transformers ---
@@ -718,6 +725,10 @@ def wild_named(name: str) -> Wild:
     Raises:
         UnknownName: with the nearest name.
     """
+    if name in MIXTURES:
+        values = MIXTURES[name]
+        inputs = partial(mixture_inputs, values["vocab_size"])
+        return Wild(module=partial(mixture_of, Config(values), 64), inputs=inputs, seq_len=64, package="torchtitan")
     if found := {**WILD, **IN_STACKS, **EXPERTS_AS_PUBLISHED, **WIDE, **RUN_BY_OTHERS}.get(name):
         return found
     if not is_architecture(name):
@@ -777,6 +788,8 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
 def wild_trace(asked: Divided) -> TracedModel:
     """One of them, divided, traced anew: with CPU's kernels, or of true size with CUDA's."""
     name = asked.name
+    if name in MIXTURES:
+        return mixture_trace(name, asked.mesh)
     wild = wild_named(name)
     torch.manual_seed(0)
     cp = asked.mesh.get("cp", 1)
@@ -838,6 +851,9 @@ def wild_modules(
     `experts`: the mesh of expert-parallel ranks. Made on `meta`, a module gets its weights on the device when
     it has been cast and divided.
     """
+    if isinstance(model, TracedModel) and model.is_of_torchtitan:
+        torch.manual_seed(seed)
+        return {i: mixture_stage(model, plan, i, mesh, experts, device) for i in plan.stages_of(at.pp)}
     wild = wild_of(model)
     found: dict[int, nn.Module] = {}
     for stage in plan.stages_of(at.pp):
@@ -1051,11 +1067,13 @@ def wild_passes(
     if model.name == "two-towers":
         inputs["targets"] %= plan.micro_batch
     if plan.pp > 1 and mesh is not None:
-        width, returns_loss = model.d_model or WIDTH, "targets" not in inputs
+        sizes = model.config_values() or {}
+        width = model.d_model or sizes.get("hidden_size", WIDTH)
+        vocabulary = 0 if "targets" not in inputs else sizes.get("vocab_size", VOCABULARY)
         if isinstance(model, Decoder) and 0 not in modules:
             del inputs["input_ids"]
         run = wild_pipeline(
-            modules, plan, inputs, mesh, device, scaler, width=width, returns_loss=returns_loss
+            modules, plan, inputs, mesh, device, scaler, width=width, vocabulary=vocabulary
         )
         return run if device.type == "cpu" else values_as_on_a_gpu()(run)
     (module,) = modules.values()
