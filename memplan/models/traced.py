@@ -459,7 +459,7 @@ class TracedModel(Model):
                 f"{idle} blocks of {self.name} are never called by the inputs it was traced with: their "
                 "weights are held, and nothing else of them is counted."
             )
-        if self.is_of_torchtitan:
+        if is_of_torchtitan(self):
             yield (
                 f"{self.name} is planned as torchtitan ({self.made_with}) runs it, with its "
                 "ScaledDotProductAttention for FlexAttention, and the loss of all tokens at once. Tokens are "
@@ -516,11 +516,6 @@ class TracedModel(Model):
     def is_zero3(self) -> bool:
         """Whether it was traced for DeepSpeed's ZeRO-3."""
         return any(variant.units == MODULE for variant in self.recordings)
-
-    @property
-    def is_of_torchtitan(self) -> bool:
-        """Whether it is torchtitan's own module of a mixture of experts."""
-        return MIXTURE in (self.config_values() or {})
 
     @property
     def integer_dtypes(self) -> tuple[str, ...]:
@@ -643,6 +638,11 @@ class TracedModel(Model):
         with open(path, "w", encoding="utf-8") as file:
             made_of = {"config": json.loads(self.config)} if self.config else {}
             file.write(json.dumps(_plain(self) | made_of, separators=(",", ":")) + "\n")
+
+
+def is_of_torchtitan(model: Model) -> bool:
+    """Whether a model is torchtitan's own module of a mixture of experts."""
+    return isinstance(model, TracedModel) and MIXTURE in (model.config_values() or {})
 
 
 def modules_with(parameters: Iterable[str]) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ def traced_mixture(
             runs_on,
             "layers",
             precisions or USUAL,
-            None,
+            config.value("max_position_embeddings", None),
             name,
             mesh=ranks,
             experts_within=True,
@@ -237,7 +237,7 @@ def divide(module: nn.Module, ranks: Mapping[str, Any], n_ranks: int, write: Wri
 
 
 def route_evenly(module: nn.Module, n_ranks: int, write: Write) -> None:
-    """Let routers choose all experts equally often: `write` puts the experts' numbers into what they chose."""
+    """Let routers choose all experts equally often: `write` puts their numbers into what was chosen."""
     for router in module.modules():
         if type(router).__name__ == "TokenChoiceTopKRouter":
             router.register_forward_hook(partial(_routed, n_ranks=n_ranks, write=write))

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Final
 
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue, MemplanError
-from validate.cases import Case, shipped_trace, title
-from validate.systems.torch.torchtitan import MIXTURES
+from memplan.tape import Backend
+from validate.cases import UNTIMED_STEPS, Case, divided_traces, shipped_trace, title
+from validate.gpus import Gpus
+from validate.systems.torch.torchtitan import MIXTURES, PUBLISHED_MIXTURES
 
 PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"ep": 2, "dp": 2, "zero": 3, "precision": "fp32"},
@@ -31,6 +34,41 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
     {"ep": 1, "dp": 2, "pp": 2, "zero": 2, "precision": "bf16-mixed", "accumulate": 4},
 )  # fmt: skip
 """Plans on CPU ranks; `accumulate`: micro-batches of a replica."""
+
+
+AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
+    {"dp": 64, "zero": 3, "recompute": "full"},
+    {"dp": 8, "zero": 3, "recompute": "full"},
+    {"dp": 16, "zero": 2, "recompute": "full", "accumulate": 2},
+    {"dp": 32, "dp_replicate": 2, "zero": 3},
+    {"dp": 16, "pp": 4, "zero": 2, "recompute": "full", "accumulate": 8},
+    {"dp": 16, "pp": 4, "zero": 2, "accumulate": 8, "rank": 63},
+    {"dp": 16, "pp": 4, "zero": 2, "accumulate": 8, "rank": 20, "schedule": "gpipe", "recompute": "full"},
+)
+"""One rank of many, whose others are played; `rank`: which."""
+
+
+def gpu_torchtitan(gpus: Gpus | None) -> tuple[Case, ...]:
+    """Mixtures at true size, one rank of many.
+
+    Raises:
+        InvalidValue: there is no GPU, played or not.
+    """
+    if gpus is None:
+        raise InvalidValue(
+            "gpu-torchtitan runs models of true size; use --device nogpu, or the suite torchtitan."
+        )
+    found = []
+    for one in divided_traces():
+        for options in AT_TRUE_SIZE if one.name in PUBLISHED_MIXTURES else ():
+            asked = {**options, "ep": one.ep, "precision": "bf16-mixed", "micro_batch": 1, "seq_len": 4096}
+            rank = asked.pop("rank", 0)
+            for case in _case(one.name, asked):
+                case = replace(case, device=gpus.device, gpu=gpus.known_as, rank=rank, steps=UNTIMED_STEPS)
+                backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
+                name = f"{case.name}, rank {rank}"
+                found.append(replace(case, name=name, backend=backend, timeout_s=600.0))
+    return tuple(found)
 
 
 def torchtitan() -> tuple[Case, ...]:

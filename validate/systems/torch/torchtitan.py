@@ -1,7 +1,9 @@
 """torchtitan's mixtures of experts: its own modules, split, divided and sharded by its own functions."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any, Final, cast
 
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from memplan import Plan, TracedModel
 from memplan.models.config import Config
+from memplan.models.presets import preset
 from memplan.models.traced import MIXTURE
 from memplan.plan import stage_layers
 from memplan.shapes import FP32
@@ -36,7 +39,7 @@ MIXTURES: Final[Mapping[str, dict[str, Any]]] = {
         **_WIDTHS, "model_type": "qwen3_moe", "num_hidden_layers": 4, "num_key_value_heads": 2,
         "head_dim": 16, "num_experts": 8,
     },
-    "titan-deepseek-v3": {
+    "titan-deepseek-v3-small": {
         **_WIDTHS, "model_type": "deepseek_v3", "num_hidden_layers": 6, "intermediate_size": 176,
         "n_routed_experts": 8, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 16, "v_head_dim": 32, "n_group": 4, "topk_group": 2,
@@ -45,17 +48,24 @@ MIXTURES: Final[Mapping[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Small ones, as the values of a config.json."""
 
+PUBLISHED_MIXTURES: Final = {"titan-qwen3-30b-a3b": "qwen3-30b-a3b", "titan-deepseek-v3": "deepseek-v3"}
+"""Those of true size: the presets whose config.json they have."""
+
 
 def mixture_trace(name: str, mesh: Mapping[str, int]) -> TracedModel:
-    """A small mixture, traced with CPU's kernels over these expert-parallel ranks."""
-    from dataclasses import replace
-
-    values = MIXTURES[name]
-    found = traced_mixture(Config(values), name, "cpu", ("fp32", "bf16", "bf16-mixed"), mesh)
+    """A mixture, traced over these expert-parallel ranks: with CPU's kernels, or of true size with CUDA's."""
+    if name in PUBLISHED_MIXTURES:
+        values = {**(preset(PUBLISHED_MIXTURES[name]).config_values() or {}), MIXTURE: True}
+        found = traced_mixture(Config(values), name, "cuda", ("bf16-mixed",), mesh)
+    else:
+        values = MIXTURES[name]
+        found = traced_mixture(Config(values), name, "cpu", ("fp32", "bf16-mixed"), mesh)
     return replace(found, config=json.dumps(values, sort_keys=True))
 
 
-def mixture_inputs(vocabulary: int, samples: int, seq_len: int, generator: torch.Generator) -> dict[str, Tensor]:
+def mixture_inputs(
+    vocabulary: int, samples: int, seq_len: int, generator: torch.Generator
+) -> dict[str, Tensor]:
     """What a mixture is called with, and the targets of the loss."""
     text = torch.randint(vocabulary, (samples, seq_len + 1), generator=generator)
     positions = torch.arange(seq_len).expand(samples, seq_len).contiguous()
@@ -72,18 +82,21 @@ def mixture_stage(
 ) -> nn.Module:
     """A pipeline stage of a mixture, or all of it, as torchtitan's functions make it.
 
-    Source: torchtitan/distributed/pipeline_parallel.py (`pipeline_llm`), torchtitan/models/qwen3/parallelize.py
-    (`parallelize_qwen3`).
+    Source: torchtitan/distributed/pipeline_parallel.py (`pipeline_llm`),
+    torchtitan/models/qwen3/parallelize.py (`parallelize_qwen3`).
     """
     import_module("torchtitan.distributed.utils").set_spmd_backend(BACKEND)
     module = mixture_of(Config(model.config_values() or {}), plan.seq_len)
     if plan.pp > 1:
         split = import_module("torchtitan.distributed.pipeline_parallel")._split_module
         module = split(module, _names(model, plan, stage))
+    routing = _Routing(plan.ep)
     if experts is not None and mesh is not None:
-        divide(module, {"ep": experts["ep"], "tp": mesh["tp"]}, plan.ep, _written)
+        divide(module, {"ep": experts["ep"], "tp": mesh["tp"]}, plan.ep, routing.write)
     else:
-        route_evenly(module, 1, _written)
+        route_evenly(module, 1, routing.write)
+    if device.type != "cpu":
+        routing.count(module)
     if plan.recompute == "full":
         checkpointing = import_module("torchtitan.distributed.activation_checkpoint")
         checkpointing.FullAC.Config().build().apply(module)
@@ -96,8 +109,30 @@ def mixture_stage(
     return materialised(module, device)
 
 
-def _written(chosen: Tensor, experts: npt.NDArray[np.int64]) -> None:
-    chosen.data.copy_(torch.from_numpy(experts).view(chosen.shape))
+class _Routing:
+    """Lets routers choose all experts equally often, and counts so where no kernel computes."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self.n_ranks, self.n_chosen = n_ranks, 0
+
+    def write(self, chosen: Tensor, experts: npt.NDArray[np.int64]) -> None:
+        """Write the experts' numbers into what a router has chosen."""
+        self.n_chosen = chosen.numel()
+        chosen.data.copy_(torch.from_numpy(experts).view(chosen.shape))
+
+    def count(self, module: nn.Module) -> None:
+        """Let dispatchers read equal counts of the rows that ranks exchange."""
+        for one in module.modules():
+            dispatcher = getattr(one, "token_dispatcher", None)
+            if dispatcher is not None:
+                dispatcher._sync_token_count_exchange = partial(
+                    self._counted, dispatcher._sync_token_count_exchange
+                )
+
+    def _counted(self, exchange: Callable[..., Any], *args: Any) -> tuple[Any, list[int], list[int]]:
+        counts, _, _ = exchange(*args)
+        rows = [self.n_chosen // self.n_ranks] * self.n_ranks
+        return counts, rows, [*rows]
 
 
 def _names(model: TracedModel, plan: Plan, stage: int) -> list[str]:

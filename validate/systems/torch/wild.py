@@ -31,9 +31,9 @@ from memplan import Plan, TracedModel
 from memplan.engines.torch.options import torch_options
 from memplan.errors import PlanRefused, unknown_name
 from memplan.models import Decoder
-from memplan.models.config_of import config_of
 from memplan.models.config import Config
-from memplan.models.traced import modules_with
+from memplan.models.config_of import config_of
+from memplan.models.traced import is_of_torchtitan, modules_with
 from memplan.plan import Rank
 from memplan.shapes import FP32
 from memplan.tracing.context import as_trainer_divides, divided_sequences
@@ -57,7 +57,13 @@ from validate.systems.torch.parallelize import (
     units_of_blocks,
 )
 from validate.systems.torch.passes import Passes, syncing
-from validate.systems.torch.torchtitan import MIXTURES, mixture_inputs, mixture_stage, mixture_trace
+from validate.systems.torch.torchtitan import (
+    MIXTURES,
+    PUBLISHED_MIXTURES,
+    mixture_inputs,
+    mixture_stage,
+    mixture_trace,
+)
 from validate.systems.torch.wild_stages import (
     POSITIONS,
     VOCABULARY,
@@ -725,10 +731,6 @@ def wild_named(name: str) -> Wild:
     Raises:
         UnknownName: with the nearest name.
     """
-    if name in MIXTURES:
-        values = MIXTURES[name]
-        inputs = partial(mixture_inputs, values["vocab_size"])
-        return Wild(module=partial(mixture_of, Config(values), 64), inputs=inputs, seq_len=64, package="torchtitan")
     if found := {**WILD, **IN_STACKS, **EXPERTS_AS_PUBLISHED, **WIDE, **RUN_BY_OTHERS}.get(name):
         return found
     if not is_architecture(name):
@@ -766,6 +768,13 @@ def values_as_on_a_gpu() -> Iterator[None]:
 
 def wild_of(model: TracedModel | Decoder) -> Wild:
     """How a model's module is made and called: a decoder of transformers by its sizes, others by name."""
+    if isinstance(model, TracedModel) and is_of_torchtitan(model):
+        values = model.config_values() or {}
+        return Wild(
+            module=partial(mixture_of, Config(values), model.max_seq_len),
+            inputs=partial(mixture_inputs, values["vocab_size"]),
+            package="torchtitan",
+        )
     if isinstance(model, TracedModel):
         return wild_named(model.name)
     values = config_of(model)
@@ -788,7 +797,7 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
 def wild_trace(asked: Divided) -> TracedModel:
     """One of them, divided, traced anew: with CPU's kernels, or of true size with CUDA's."""
     name = asked.name
-    if name in MIXTURES:
+    if name in {**MIXTURES, **PUBLISHED_MIXTURES}:
         return mixture_trace(name, asked.mesh)
     wild = wild_named(name)
     torch.manual_seed(0)
@@ -851,7 +860,7 @@ def wild_modules(
     `experts`: the mesh of expert-parallel ranks. Made on `meta`, a module gets its weights on the device when
     it has been cast and divided.
     """
-    if isinstance(model, TracedModel) and model.is_of_torchtitan:
+    if isinstance(model, TracedModel) and is_of_torchtitan(model):
         torch.manual_seed(seed)
         return {i: mixture_stage(model, plan, i, mesh, experts, device) for i in plan.stages_of(at.pp)}
     wild = wild_of(model)
@@ -1072,9 +1081,7 @@ def wild_passes(
         vocabulary = 0 if "targets" not in inputs else sizes.get("vocab_size", VOCABULARY)
         if isinstance(model, Decoder) and 0 not in modules:
             del inputs["input_ids"]
-        run = wild_pipeline(
-            modules, plan, inputs, mesh, device, scaler, width=width, vocabulary=vocabulary
-        )
+        run = wild_pipeline(modules, plan, inputs, mesh, device, scaler, width=width, vocabulary=vocabulary)
         return run if device.type == "cpu" else values_as_on_a_gpu()(run)
     (module,) = modules.values()
     n = plan.n_micro_batches

@@ -142,10 +142,10 @@ def wild_pipeline(
     has_first, has_loss = any(stage.is_first for stage in made), any(stage.is_last for stage in made)
 
     def run() -> float | None:
-        *given, targets = inputs
+        *given, of_loss = inputs
+        targets = inputs[of_loss]
         named: dict[str, Any] = {name: inputs[name] for name in given if name == POSITIONS}
         arguments = [inputs[name] for name in given if name not in named] if has_first else ()
-        targets = inputs[targets]
         if not has_loss:
             schedule.step(*arguments, return_outputs=False, **named)
             return None
