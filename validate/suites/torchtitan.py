@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
+from os.path import exists
 from typing import Any, Final
 
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of
 from memplan.errors import InvalidValue, MemplanError
 from memplan.tape import Backend
-from validate.cases import UNTIMED_STEPS, Case, divided_traces, shipped_trace, title
+from validate.cases import UNTIMED_STEPS, Case, Divided, divided_traces, shipped_trace, title, trace_file
 from validate.gpus import Gpus
 from validate.systems.torch.torchtitan import MIXTURES, PUBLISHED_MIXTURES
 
@@ -72,7 +73,7 @@ def gpu_torchtitan(gpus: Gpus | None) -> tuple[Case, ...]:
 
 
 def torchtitan() -> tuple[Case, ...]:
-    """Small mixtures of experts on CPU ranks.
+    """Small mixtures of experts on CPU ranks, over the expert-parallel ranks that they were traced for.
 
     Raises:
         InvalidValue: torchtitan is not installed.
@@ -82,7 +83,9 @@ def torchtitan() -> tuple[Case, ...]:
             "the suite torchtitan runs torchtitan's own modules, which are not installed here; use pip "
             "install torchtitan==0.3.0."
         )
-    return tuple([case for name in list(MIXTURES)[:1] for options in PLANS for case in _case(name, options)])
+    traced = {*divided_traces(), *[Divided(name) for name in MIXTURES if exists(trace_file(name))]}
+    asked = [(name, one) for name in MIXTURES for one in PLANS if Divided(name, ep=one["ep"]) in traced]
+    return tuple([case for name, options in asked for case in _case(name, options)])
 
 
 def _case(name: str, options: dict[str, Any]) -> Iterator[Case]:

@@ -584,12 +584,14 @@ class FSDPModule(StageModule[FsdpState]):
         grads, name = self.wide if summed else self.grads, "gradient reduction"
         parts: list[Stretch] = []
         self._begin_pass()
-        units = list(self.units)
-        for group, times in units if self.stage.options.release < (2, 15) else reversed(units):
-            added = list(self._accumulated(group)) if summed and self.state.has_grads else []
-            for n in (1, times - 1):
-                reduced = group.post_backward(grads, self.comms)
-                parts.append(repeated(in_order(name, (*added, *reduced)), n))
+        units = list(self.units.by_unit())
+        for groups, times in units if self.stage.options.release < (2, 15) else reversed(units):
+            for n in (1, times - 1) if times > 1 else (1,):
+                turns: list[CountedEvents] = []
+                for group in groups:
+                    turns += self._accumulated(group) if summed and self.state.has_grads else []
+                    turns += group.post_backward(grads, self.comms)
+                parts.append(repeated(in_order(name, turns), n))
         parts.append(in_order(name, self.finalize_backward()))
         self.state = self.state._replace(weights="sharded")
         return [chain(name, *parts)]

@@ -459,6 +459,11 @@ class Units:
         """
         return self.shares and bool(self.within)
 
+    def by_unit(self) -> Iterator[tuple[tuple[ParamGroup, ...], int]]:
+        """The groups of each different unit in module order, and how often it occurs."""
+        second = set(self.within.values()) if self.shares else ()
+        return ((self.groups(group), times) for group, times in self if group not in second)
+
     def __iter__(self) -> Iterator[tuple[ParamGroup, int]]:
         """Each different unit in module order, and how often it occurs."""
         groups: list[tuple[ParamGroup | None, int]] = []
