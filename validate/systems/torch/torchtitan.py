@@ -51,6 +51,8 @@ MIXTURES: Final[Mapping[str, dict[str, Any]]] = {
 PUBLISHED_MIXTURES: Final = {"titan-qwen3-30b-a3b": "qwen3-30b-a3b", "titan-deepseek-v3": "deepseek-v3"}
 """Those of true size: the presets whose config.json they have."""
 
+OF_TORCHTITAN: Final = frozenset({*MIXTURES, *PUBLISHED_MIXTURES})
+
 
 def mixture_trace(name: str, mesh: Mapping[str, int]) -> TracedModel:
     """A mixture, traced over these expert-parallel ranks: with CPU's kernels, or of true size with CUDA's."""

@@ -58,8 +58,7 @@ from validate.systems.torch.parallelize import (
 )
 from validate.systems.torch.passes import Passes, syncing
 from validate.systems.torch.torchtitan import (
-    MIXTURES,
-    PUBLISHED_MIXTURES,
+    OF_TORCHTITAN,
     mixture_inputs,
     mixture_stage,
     mixture_trace,
@@ -797,7 +796,7 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
 def wild_trace(asked: Divided) -> TracedModel:
     """One of them, divided, traced anew: with CPU's kernels, or of true size with CUDA's."""
     name = asked.name
-    if name in {**MIXTURES, **PUBLISHED_MIXTURES}:
+    if name in OF_TORCHTITAN:
         return mixture_trace(name, asked.mesh)
     wild = wild_named(name)
     torch.manual_seed(0)
