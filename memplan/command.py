@@ -11,6 +11,7 @@ from memplan.estimate import Estimate
 from memplan.hardware import Cluster, cluster, gpus_per_node
 from memplan.models import Model, implemented, preset, preset_named, preset_names
 from memplan.models.families import implementations_of
+from memplan.models.traced import MIXTURE, is_of_torchtitan
 from memplan.plan import Plan
 from memplan.text_tables import WIDTH
 
@@ -69,6 +70,8 @@ def _preset_name(model: Model) -> str | None:
 
 def _implementation(model: Model, named_as: str) -> dict[str, str]:
     """The implementation, unless it is the model's default."""
+    if is_of_torchtitan(model):
+        return {"implementation": MIXTURE}
     known = preset_named(named_as) is not None
     usual = preset(named_as).implementation if known else "traced" if ":" in named_as else None
     return {} if model.implementation == usual else {"implementation": model.implementation}

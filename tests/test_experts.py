@@ -137,3 +137,30 @@ def test_predictions_are_what_ranks_hold(tp, ep, options):
     plan = plan_of(tp=tp, ep=ep, micro_batch=2, seq_len=64, **options)
     record = judged(Case(name="experts", model=model, plan=plan), References())
     assert (record.outcome, record.peak_error, record.collectives_off) == ("ok", 0.0, 0)
+
+
+TITAN = "titan-qwen3-moe"
+
+
+def test_a_pipeline_beside_experts_is_refused_for_transformers_and_planned_for_torchtitan():
+    plan: dict[str, Any] = {"ep": 2, "dp": 2, "pp": 2, "zero": 2, "global_batch": 16}
+    plan["fsdp_units"] = "block+ends"
+    with pytest.raises(PlanRefused, match=r"'Combining token dispatch .*; use implementation='torchtitan'"):
+        memplan.estimate(qwen(1, 2), **{**ON_CPU, **plan})
+    planned = memplan.estimate(shipped_trace(TITAN, ep=2), **{**ON_CPU, **plan})
+    assert {one.axis for one in planned.collectives} >= {"pp", "ep", "dp"}
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"fsdp_units": "block"}, "use fsdp_units='block\\+ends'"),
+        ({"dp": 16}, "dp=16, more ranks than a block has experts"),
+        ({"tp": 2}, "tp=2"),
+        ({"precision": "fp16-mixed"}, "precision='bf16-mixed'"),
+    ],
+)
+def test_what_torchtitan_does_not_do_with_its_mixtures_is_refused(options, said):
+    plan = {"ep": 2, "dp": 2, "zero": 3, "fsdp_units": "block+ends", "global_batch": 32, **options}
+    with pytest.raises(MissingRule, match=said):
+        memplan.estimate(shipped_trace(TITAN, ep=2), **{**ON_CPU, **plan})

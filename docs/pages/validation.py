@@ -18,6 +18,7 @@ SUITES: Final = {
     "wild": "other people's modules",
     "divided": "transformers' modules over tensor ranks",
     "experts": "transformers' mixtures of experts over expert ranks",
+    "torchtitan": "torchtitan's mixtures of experts over expert ranks and pipelines",
     "context": "transformers' modules over context ranks",
     "fsdp1": "FullyShardedDataParallel",
     "adapters": "LoRA and QLoRA by PEFT and bitsandbytes",

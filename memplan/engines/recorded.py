@@ -282,8 +282,6 @@ def checked_cut(model: TracedModel, recording: Recording) -> Cut:
         )
     if recording.boundary_grad < 0:
         why = "nothing is trained in the blocks or before them"
-    if any(one.name.startswith(model.blocks[0][:-1]) for one in model.module_buffers):
-        why = "blocks have buffers of their own"
     for name, parameters in (("embed", model.embed_parameters), ("head", model.head_parameters)):
         found = {event.parameter for event in recording.parts[f"{name}_backward"] if event.kind == "grad"}
         if found != {one.name for one in parameters if one.requires_grad}:

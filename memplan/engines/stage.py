@@ -161,6 +161,8 @@ class ModelStage(ABC):
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
         """The module's buffers, such as rotary angles."""
+        if isinstance(self.model, TracedModel) and self.plan.pp > 1:
+            return tuple(self.model.buffers_beside(self.layers, self.plan.seq_len))
         return (*self.embedding_buffers, *self.model.buffers(self.plan.seq_len))
 
     @property

@@ -25,7 +25,7 @@ from memplan.models.families import FAMILIES, implementations_of, implemented
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
 from memplan.models.torchtitan import FLOAT8, TORCHTITAN, TorchtitanLlama
-from memplan.models.traced import ZERO3, Compiles, TracedModel, is_trace, model_from_trace
+from memplan.models.traced import MIXTURE, ZERO3, Compiles, TracedModel, is_trace, model_from_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,10 +80,23 @@ def resolve(
         InvalidValue: a path whose file is no model's configuration, or a value of another type; a repository
             whose config.json cannot be read.
     """
-    found = _resolved(model, Tracing(device, precisions, cache, mesh or {}))
+    how = Tracing(device, precisions, cache, mesh or {})
+    found = _resolved(model, how)
+    if implementation == MIXTURE and isinstance(found, TracedModel) and found.config:
+        return _in_torchtitan(found, how)
     if implementation is None and adapted and OF_PEFT in implementations_of(found):
         implementation = OF_PEFT
     return found if implementation is None else implemented(found, implementation)
+
+
+def _in_torchtitan(model: TracedModel, how: Tracing) -> TracedModel:
+    """The mixture of experts of a config.json as torchtitan's own code runs it."""
+    from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
+
+    values = {**(model.config_values() or {}), MIXTURE: True}
+    return traced_from_config(
+        Config(values), model.name, how.device, how.precisions, cache=how.cache, mesh=how.mesh
+    )
 
 
 def divided(

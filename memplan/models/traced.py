@@ -95,6 +95,9 @@ MODULE: Final = "module"
 ZERO3: Final = "zero3"
 """The key beside a config.json's own that asks for a trace of ZeRO-3."""
 
+MIXTURE: Final = "torchtitan"
+"""The key beside a config.json's own that asks for torchtitan's code, which is also its implementation."""
+
 ROTATES: Final = ("allgather", "alltoall")
 """How `context_parallel` hands keys and values around: the two rotations that are traced."""
 
@@ -434,12 +437,34 @@ class TracedModel(Model):
     def buffers(self, seq_len: int) -> tuple[Buffer, ...]:
         return tuple([one.buffer(1, seq_len) for one in self.module_buffers])
 
+    def buffers_beside(self, layers: Iterable[Layers], seq_len: int) -> Iterator[Buffer]:
+        """The module's buffers where it has these of its blocks only, as a pipeline's stage has."""
+        before = self.blocks[0].partition("*")[0] if self.blocks else "."
+        kinds = [kind for kind, n in self.layers for _ in range(n)]
+        of_kind: dict[str, dict[str, list[Buffer]]] = {}
+        for one in self.module_buffers:
+            number, _, _ = one.name.removeprefix(before).partition(".")
+            buffer = one.buffer(1, seq_len)
+            if one.name.startswith(before) and number.isdecimal():
+                of_kind.setdefault(kinds[int(number)], {}).setdefault(number, []).append(buffer)
+            else:
+                yield buffer
+        for kind, n in layers:
+            yield from next(iter(of_kind.get(kind, {}).values()), []) * n
+
     def notes(self, device: Device, micro_batch: int) -> Iterator[str]:
         idle = sum([n for kind, n in self.layers if self.role(kind) == "idle"])
         if idle:
             yield (
                 f"{idle} blocks of {self.name} are never called by the inputs it was traced with: their "
                 "weights are held, and nothing else of them is counted."
+            )
+        if is_of_torchtitan(self):
+            yield (
+                f"{self.name} is planned as torchtitan ({self.made_with}) runs it, with its "
+                "ScaledDotProductAttention for FlexAttention, and the loss of all tokens at once. Tokens are "
+                "taken to choose all experts equally often: a rank whose experts are chosen more holds more "
+                "activations, in proportion."
             )
         if self.attention == "eager":
             yield (
@@ -613,6 +638,11 @@ class TracedModel(Model):
         with open(path, "w", encoding="utf-8") as file:
             made_of = {"config": json.loads(self.config)} if self.config else {}
             file.write(json.dumps(_plain(self) | made_of, separators=(",", ":")) + "\n")
+
+
+def is_of_torchtitan(model: Model) -> bool:
+    """Whether a model is torchtitan's own module of a mixture of experts."""
+    return isinstance(model, TracedModel) and MIXTURE in (model.config_values() or {})
 
 
 def modules_with(parameters: Iterable[str]) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from memplan.files import file_text
 from memplan.mesh import Group, degrees_text
 from memplan.models.config import Config
 from memplan.models.torchtitan import FLOAT8, TORCHTITAN
-from memplan.models.traced import LARGEST_TRACE_BYTES, Compiles, TracedModel, model_of_text
+from memplan.models.traced import LARGEST_TRACE_BYTES, MIXTURE, Compiles, TracedModel, model_of_text
 
 MOST_BYTES: Final = 256 * 1024**2
 """The size of the folder, some 1,000 traces: beyond it the entries that were not used longest are removed."""
@@ -36,7 +36,7 @@ MOST_BYTES: Final = 256 * 1024**2
 LOGGER: Final = logging.getLogger("memplan.tracing")
 """Told when a trace begins and when it ends; the command line shows it on a terminal."""
 
-PACKAGES: Final = ("torch", "transformers", "peft", "torchao")
+PACKAGES: Final = ("torch", "transformers", "peft", "torchao", "torchtitan")
 """The packages whose code is traced."""
 
 
@@ -93,6 +93,11 @@ def _traced(asked: Request) -> TracedModel:
 
             recipe = config.value(FLOAT8, "none")
             found = traced_from_sizes(sizes, asked.device, asked.precisions, asked.compiles, recipe)
+            return replace(found, config=asked.text)
+        if config.value(MIXTURE, False):
+            from memplan.tracing.torchtitan_mixtures import traced_mixture
+
+            found = traced_mixture(config, asked.name, asked.device, asked.precisions, mesh)
             return replace(found, config=asked.text)
         with installed(f"{asked.name}{degrees}" if mesh else "this architecture", "huggingface"):
             from memplan.tracing import huggingface

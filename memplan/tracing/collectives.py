@@ -57,10 +57,15 @@ def is_in_place(func: Any) -> bool:
     return bool(func.namespace == "c10d")
 
 
-def exchanged(func: Any, args: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
+def exchanged(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
     """The tensors of whole numbers that an all-to-all receives and sends; None if it is none of such."""
-    whole = func is IN_PLACE.alltoall_base_.default and not args[0].is_floating_point()
-    return (args[0], args[1]) if whole else None
+    if func is IN_PLACE.alltoall_base_.default:
+        received, sent = args[:2]
+    elif func is FUNCTIONAL.all_to_all_single.default:
+        received, sent = results[0], args[0]
+    else:
+        return None
+    return None if sent.is_floating_point() else (received, sent)
 
 
 def finished(func: Any, args: Sequence[Any]) -> Any:

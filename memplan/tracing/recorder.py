@@ -347,8 +347,7 @@ class Recorder(ShapesMode):
             self._reads(operation.given)
         if is_in_place(func):
             self._communicates(func, args, ())
-            if (counts := exchanged(func, args)) is not None:
-                receive_counts(*counts)
+            self._exchanges(func, args, ())
             return finished(func, args)
         if self.executes:
             out, scratch = executed(func, args, operation.kwargs, self.device)
@@ -367,9 +366,16 @@ class Recorder(ShapesMode):
             taken = memo.taken
         self._record(operation, results, taken)
         self._communicates(func, args, results)
+        self._exchanges(func, args, results)
         if func in ZEROS:
             self._zeros = self.storage_of(out)
         return out
+
+    @staticmethod
+    def _exchanges(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> None:
+        """Make the counts known that an all-to-all of whole numbers receives."""
+        if (counts := exchanged(func, args, results)) is not None:
+            receive_counts(*counts)
 
     def _is_in_place(self, func: Any, args: Sequence[Any]) -> bool:
         """Whether PyTorch's own code, if no mode were active, would write the result into the first operand.

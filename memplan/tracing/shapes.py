@@ -105,7 +105,7 @@ class Memo:
 class Operator:
     """The properties of an operation that hold for all its arguments."""
 
-    __slots__ = ("any_shape", "any_values", "follows_from_layouts", "name", "writes")
+    __slots__ = ("any_shape", "any_values", "follows_from_layouts", "is_constant", "name", "writes")
 
     def __init__(self, func: Any) -> None:
         self.name: str = func._schema.name.removeprefix("aten::")
@@ -117,6 +117,8 @@ class Operator:
         """Whether the shape of what it returns depends on values."""
         self.any_values = torch.Tag.nondeterministic_seeded in func.tags or "empty" in self.name
         """Whether what it returns is random, or whatever was in the memory."""
+        self.is_constant = self.name in ("zeros_like", "ones_like", "full_like")
+        """Whether its values do not depend on the tensor that it is given."""
         self.writes = tuple(
             (place, argument.name)
             for place, argument in enumerate(func._schema.arguments)

@@ -213,11 +213,13 @@ def traced(
     cp_ranks: Sequence[int] = (0,),
     zero3: bool = False,
     compiles: Compiles | None = None,
+    experts_within: bool = False,
 ) -> TracedModel:
     """The model of an example; where it is for `any_length`, one of the example's own length is refused.
 
     `mesh`, `parallelize`, `cp_ranks`, `zero3`: as of `trace`, checked. `compiles`: how blocks are compiled;
-    None: they are not.
+    None: they are not. `experts_within`: FSDP2 alone trains the module, and experts are within the units of
+    their blocks, as torchtitan has it; else they are units of their own, and tokens are dealt out to them.
 
     Raises:
         MemplanError: as `trace`.
@@ -242,6 +244,7 @@ def traced(
                 cp_rank=checked_count("cp_ranks", place, least=0, most=cp - 1),
                 zero3=zero3,
                 compiles=compiles,
+                experts_within=experts_within,
             )
             for place in dict.fromkeys(cp_ranks)
         ]
@@ -264,6 +267,7 @@ def _traced(
     cp_rank: int,
     zero3: bool,
     compiles: Compiles | None,
+    experts_within: bool,
 ) -> TracedModel:
     """The model of an example as the rank at this place along cp runs it."""
     if isinstance(precisions, str) or not precisions:
@@ -271,7 +275,7 @@ def _traced(
             f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
         )
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
-    if compiles:  # under autocast nothing is compiled yet
+    if compiles or experts_within:  # under autocast nothing is compiled yet
         runs = dict.fromkeys([run for run in runs if not run[1]])
     if "cp" in mesh:  # under FSDP2 alone; float32 last, as fewer attention kernels take it
         runs = dict.fromkeys(sorted([run for run in runs if not run[1]], key=lambda run: run[0] == "float32"))
@@ -290,6 +294,7 @@ def _traced(
     plays_cuda = runs_on == CUDA and not executed
     shapes = Shapes(CudaTensors() if plays_cuda else None)
     why, kind = "", {"executes": executed, "any_length": any_length, "zero3": zero3}
+    kind["experts_within"] = experts_within
     with ExitStack() as stack:
         stack.enter_context(no_collection())
         stack.enter_context(ONE_THREAD())
@@ -430,6 +435,7 @@ class _Tracer:
         executes: bool,
         any_length: bool,
         zero3: bool,
+        experts_within: bool,
     ) -> None:
         self.ranks = ranks
         self.example = example
@@ -438,6 +444,7 @@ class _Tracer:
         self.device = device
         self.executes = executes
         self.zero3 = zero3
+        self.experts_within = experts_within
         self.compiles = compiles
         self.any_length = any_length and example.has_sequence
         self.units = {block: unit for stack in stacks for block, unit in _units_of(stack)}
@@ -712,7 +719,7 @@ class _Tracer:
     def _experts(self, path: str, module: nn.Module) -> "_Experts | None":
         """The experts that a module holds, if they are divided over ranks."""
         own = [(name, p) for name, p in module.named_parameters(path, recurse=False) if is_of_experts(p)]
-        if not own:
+        if not own or self.experts_within:
             return None
         return _Experts([self.common(name) for name, _ in own], own[0][1].shape[0], self.ranks.mesh["ep"])
 

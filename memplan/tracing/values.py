@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from memplan.tracing.shapes import Operation, tensors
 
@@ -32,7 +32,7 @@ READ: Final = torch.ops.aten._local_scalar_dense.default
 """The operation that reads a number out of a tensor (`Tensor.item`)."""
 
 OVERWRITTEN: Final = "overwritten"
-"""The mark of a storage of known floats that unknown ones have been written to."""
+"""The mark of a storage of known values that unknown ones have been written to."""
 
 CHECKS_OVERFLOWS: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 """The operation that notes whether a gradient is not finite; gradients without values count as finite."""
@@ -58,6 +58,11 @@ class KnownValues:
             stand_in = partial(self._stand_in, operation.given[0].device)
             return tree_map(stand_in, _computed(operation))
         out = without_data()
+        if operator.is_constant and _can_be_known(out, most_floats=0):
+            with _disable_current_modes():
+                blank = tree_map_only(Tensor, lambda one: torch.zeros(one.shape), operation.args)
+                out.real_tensor = operation.func(*blank, **{**operation.kwargs, "device": None})
+            return out
         written = operation.written if operator.writes else ()
         if known and (made := (*written, *tensors(out))):
             most = 1 if written or operator.any_values else MOST_FLOATS
@@ -68,7 +73,7 @@ class KnownValues:
                             result.real_tensor = value
                     return out
         if written and func is not CHECKS_OVERFLOWS:
-            _forget(func, written)
+            _forget(written)
         return out
 
     def _stand_in(self, device: torch.device, value: Any) -> Any:
@@ -122,14 +127,11 @@ def _number(tensor: Tensor) -> Any:
     return known_value(tensor).item()
 
 
-def _forget(func: Any, written: Iterable[Tensor]) -> None:
-    """Known values have been overwritten by unknown ones; of floats all that share their storage."""
+def _forget(written: Iterable[Tensor]) -> None:
+    """Known values have been overwritten by unknown ones, in all tensors that share their storage."""
     for tensor in written:
         if isinstance(tensor, FakeTensor) and tensor.real_tensor is not None:
-            if not _is_counted(tensor):
-                vars(tensor.real_tensor.untyped_storage())[OVERWRITTEN] = True
-            elif tensor.numel() > 1:
-                raise UnknownValue(f"{func} writes unknown values among known ones.")
+            vars(tensor.real_tensor.untyped_storage())[OVERWRITTEN] = True
             tensor.real_tensor = None
 
 
@@ -148,7 +150,7 @@ def _value(tensor: Tensor) -> Tensor | None:
     if not isinstance(tensor, FakeTensor):
         return tensor
     value = tensor.real_tensor
-    if value is not None and not _is_counted(value) and OVERWRITTEN in vars(value.untyped_storage()):
+    if value is not None and OVERWRITTEN in vars(value.untyped_storage()):
         return None
     return value
 

@@ -30,6 +30,7 @@ from validate.suites.offloading import offloading
 from validate.suites.optimizers import optimizers
 from validate.suites.quick import quick
 from validate.suites.refused import refused
+from validate.suites.torchtitan import torchtitan
 from validate.suites.trainers import trainers
 from validate.suites.wild import wild
 
@@ -46,6 +47,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "fairscale": fairscale,
     "divided": divided,
     "experts": experts,
+    "torchtitan": torchtitan,
     "context": context,
     "adapters": adapters,
     "optimizers": optimizers,

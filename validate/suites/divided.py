@@ -18,6 +18,7 @@ from memplan.tape import Backend
 from validate.cases import UNTIMED_STEPS, Case, Divided, divided_traces, shipped_trace, title
 from validate.gpus import Gpus
 from validate.systems.torch.architectures import is_architecture
+from validate.systems.torch.torchtitan import OF_TORCHTITAN
 from validate.systems.torch.wild import PUBLISHED, wild_named
 
 ALONE: Final[tuple[dict[str, Any], ...]] = (
@@ -171,7 +172,8 @@ def experts() -> tuple[Case, ...]:
         InvalidValue: if transformers is not installed.
     """
     _check_installed()
-    asked = [one for one in divided_traces() if one.ep > 1 and one.name not in PUBLISHED]
+    others = PUBLISHED | OF_TORCHTITAN
+    asked = [one for one in divided_traces() if one.ep > 1 and one.name not in others]
     return tuple([case for one in asked for case in _of_experts(one)])
 
 

@@ -30,6 +30,7 @@ from validate.suites.models import in_small
 from validate.suites.no_sync import gpu_no_sync
 from validate.suites.offloading import gpu_offloading
 from validate.suites.optimizers import gpu_optimizers
+from validate.suites.torchtitan import gpu_torchtitan
 from validate.suites.trainers import gpu_trainers
 from validate.suites.wild import gpu_wild
 
@@ -482,6 +483,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-published": gpu_published,
     "gpu-wild": gpu_wild,
     "gpu-divided": gpu_divided,
+    "gpu-torchtitan": gpu_torchtitan,
     "gpu-adapters": gpu_adapters,
     "gpu-compiled": gpu_compiled,
     "gpu-float8": gpu_float8,

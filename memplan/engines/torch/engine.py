@@ -15,6 +15,7 @@ from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.torch.step import Player
 from memplan.mesh import AXES
 from memplan.models import Layers, Model, TracedModel, counted_weights
+from memplan.models.traced import is_of_torchtitan
 from memplan.optimizers import LEAST_PAGED, OPTIMIZERS
 from memplan.plan import Plan, Rank
 from memplan.shapes import FP32
@@ -74,7 +75,7 @@ class TorchEngine(Engine):
                 "context_parallel: ring attention, and FSDP2 over dp x cp. Ranks of a sequence hold nearly "
                 "the same; the first one is shown."
             )
-        if plan.ep > 1:
+        if plan.ep > 1 and not is_of_torchtitan(model):
             yield (
                 f"ep={plan.ep} divides the experts of {model.name} as transformers does (base_model_ep_plan, "
                 "an all-to-all to the experts and one back). Tokens are taken to choose all experts equally "

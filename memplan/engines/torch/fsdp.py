@@ -49,6 +49,9 @@ from memplan.shapes import Buffer, Parameter, buffer_of
 COPY_OUT: Final = "copy-out"
 """The event of the last copy of gathered weights."""
 
+UnitRow = tuple[ParamGroup | None, list[tuple[Segment, int]], int]
+"""Equal units in a row: the unit, the passes of its blocks, and the number of such units."""
+
 Weights = Literal["sharded", "freed after forward", "whole"]
 """A stage's weights: all sharded; unsharded only in groups that do not reshard; all unsharded."""
 
@@ -154,14 +157,22 @@ class FSDPModule(StageModule[FsdpState]):
 
     # --- What happens to one group ---
 
-    def pre_forward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
-        """Gathers a group's weights, unless they are unsharded.
+    def pre_forward(
+        self, group: ParamGroup | None, following: ParamGroup | None = None
+    ) -> Iterator[CountedEvents]:
+        """Gathers a unit's weights, unless they are unsharded, and the following unit's ahead if it is asked.
 
-        Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_forward`.
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_forward`.
         """
-        if group is not None and not self._is_whole(group):
-            yield from group.unshard()
-            yield from self._waited(group)
+        for one in self.units.groups(group):
+            if not self._is_whole(one):
+                yield from () if one in self.comms.prefetched else one.unshard()
+                self.comms.prefetched.discard(one)
+                yield from self._waited(one)
+        for one in self.units.groups(following) if self.units.prefetches else ():
+            if not self._is_whole(one):
+                self.comms.prefetched.add(one)
+                yield from one.unshard()
 
     def _waited(self, group: ParamGroup) -> Iterator[CountedEvents]:
         """Copies an all-gather's output in a forward pass, and holds its flat buffer until the next copy.
@@ -177,17 +188,22 @@ class FSDPModule(StageModule[FsdpState]):
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward`.
         """
-        if group is not None and group.reshards:
-            yield from group.reshard()
+        for one in self.units.groups(group):
+            if one.reshards:
+                yield from one.reshard()
 
     def prefetch(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
-        """Gathers a group that was freed after its forward pass, unless its all-gather is under way.
+        """Gathers a unit that was freed after its forward pass, unless its all-gather is under way.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._backward_prefetch`.
         """
+        for one in reversed(self.units.groups(group)):
+            yield from self._ahead(one)
+
+    def _ahead(self, group: ParamGroup) -> Iterator[CountedEvents]:
         freed = self.state.weights == "freed after forward"
-        if group is not None and group.reshards and freed and self.comms.prefetched is not group:
-            self.comms.prefetched = group
+        if group.reshards and freed and group not in self.comms.prefetched:
+            self.comms.prefetched.add(group)
             yield from group.unshard()
 
     def _is_whole(self, group: ParamGroup) -> bool:
@@ -196,15 +212,16 @@ class FSDPModule(StageModule[FsdpState]):
         return weights == "whole" or (weights == "freed after forward" and not group.reshards)
 
     def pre_backward(self, group: ParamGroup | None, following: ParamGroup | None) -> Iterator[CountedEvents]:
-        """Gathers a group's weights if they were freed, and prefetches the group that is needed next.
+        """Gathers a unit's weights if they were freed, and prefetches the unit that is needed next.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.pre_backward`.
         """
-        yield from self.prefetch(group)
-        if group is not None and self.comms.prefetched is group:
-            self.comms.prefetched = None
-            yield from group.wait_for_unshard(group)
-            yield (WaitStream(ALL_GATHER, COMPUTE),), int(not group.alone)
+        for one in self.units.groups(group):
+            yield from self._ahead(one)
+            if one in self.comms.prefetched:
+                self.comms.prefetched.discard(one)
+                yield from one.wait_for_unshard(one)
+                yield (WaitStream(ALL_GATHER, COMPUTE),), int(not one.alone)
         if group is not None:
             yield from self.prefetch(following)
 
@@ -231,8 +248,8 @@ class FSDPModule(StageModule[FsdpState]):
                 case "pre_forward" if not ready:
                     ready = True
                     yield from self.prefetch(experts)
-                    if self.comms.prefetched is experts:
-                        self.comms.prefetched = None
+                    if experts in self.comms.prefetched:
+                        self.comms.prefetched.discard(experts)
                         yield from self._waited(experts)
                 case "post_forward" if not self.is_backward:
                     yield from self.post_forward(experts)
@@ -253,14 +270,17 @@ class FSDPModule(StageModule[FsdpState]):
         return next((self.units.experts[names] for names in named), following)
 
     def post_backward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
-        """Frees a group's weights and reduces its gradients; a pass that does not sync only sums them.
+        """Frees a unit's weights and reduces its gradients; a pass that does not sync only sums them.
 
-        Weights that a schedule gathered stay. A first sum is made once the weights are freed.
+        Weights that a schedule gathered stay. A first sum is made once the weights are freed. The last of a
+        unit's groups comes first.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward`.
         """
-        if group is None:
-            return
+        for one in reversed(self.units.groups(group)):
+            yield from self._of_group(one)
+
+    def _of_group(self, group: ParamGroup) -> Iterator[CountedEvents]:
         casts = self.sums_in_reduce_dtype and not self.stage.autograd_casts_grads
         added = (
             list(self._accumulated(group)) if casts and (self.state.has_sums or not self.state.syncs) else []
@@ -283,19 +303,28 @@ class FSDPModule(StageModule[FsdpState]):
         self.is_backward = False
         trace, units = self.trace, self.units
 
-        def end(name: str, group: ParamGroup | None, segment: Segment, places: tuple[int, int]) -> Stretch:
+        def end(
+            name: str,
+            group: ParamGroup | None,
+            segment: Segment,
+            places: tuple[int, int],
+            following: ParamGroup | None = None,
+        ) -> Stretch:
             if group is None:
                 return before_blocks(trace, "forward", segment.events) if whole else segment.stretch(name)
             cuts = pairwise((0, *places, len(segment.events)))
             before, own, after = ((segment.events[start:stop], 1) for start, stop in cuts)
-            return in_order(name, (before, *self.pre_forward(group), own, *self.post_forward(group), after))
+            opened = self.pre_forward(group, following)
+            return in_order(name, (before, *opened, own, *self.post_forward(group), after))
 
         whole = not trace.has_blocks
         parts = [trace.cast_inputs.stretch("forward: casts of inputs")]
         parts.append(in_order(f"forward: {'module' if whole else 'embedding'}", self.pre_forward(units.root)))
-        parts.append(end("forward: embedding", units.embed, trace.embed, trace.ends.embed))
-        for group, segments, times in grouped(self.stage.forward_order, units.rows):
-            opened = [*self.pre_forward(group)]
+        rows = list(grouped(self.stage.forward_order, units.rows))
+        first = rows[0][0] if rows else None
+        parts.append(end("forward: embedding", units.embed, trace.embed, trace.ends.embed, first))
+        for group, segments, times, following in self._with_following(rows):
+            opened = [*self.pre_forward(group, following)]
             passed = list[CountedEvents]()
             for segment, n in segments:
                 passed += repeatedly(self._hooked(segment.events, None), n)
@@ -316,6 +345,15 @@ class FSDPModule(StageModule[FsdpState]):
             deferring = *self.state.deferring, self.state.recomputed_last
             self.state = self.state._replace(recomputed_last=False, deferring=deferring)
         return chain("forward", *parts)
+
+    def _with_following(self, rows: Sequence[UnitRow]) -> Iterator[tuple[*UnitRow, ParamGroup | None]]:
+        """Rows of units of a forward pass, each with the unit that is gathered ahead there, if any is."""
+        after = [*[row[0] for row in rows[1:]], self.units.head]
+        for (group, segments, times), following in zip(rows, after, strict=True):
+            n_before = times - 1 if self.units.prefetches and following is not group else 0
+            if n_before:
+                yield group, segments, n_before, group
+            yield group, segments, times - n_before, following
 
     def _backward(self) -> Stretch:
         """The backward pass: freed groups are gathered, one group ahead.
@@ -527,9 +565,8 @@ class FSDPModule(StageModule[FsdpState]):
         """
         if self.comms.reduced:
             yield from self._of_units(lambda group: group.finalize_backward(self.comms))
-        ahead, reduced = self.comms.prefetched, self.comms.reduce_scatter
-        yield () if ahead is None or ahead.alone else frees(ahead.flat), 1
-        yield () if reduced is None else frees(reduced.reduce_input), 1
+        yield frees(*[group.flat for group in self.comms.prefetched if not group.alone]), 1
+        yield self.comms.frees_reduced(), 1
         if self.comms.reduced:
             yield (WaitStream(COMPUTE, REDUCE_SCATTER), WaitStream(COMPUTE, ALL_REDUCE)), 1
 
@@ -547,12 +584,14 @@ class FSDPModule(StageModule[FsdpState]):
         grads, name = self.wide if summed else self.grads, "gradient reduction"
         parts: list[Stretch] = []
         self._begin_pass()
-        units = list(self.units)
-        for group, times in units if self.stage.options.release < (2, 15) else reversed(units):
-            added = list(self._accumulated(group)) if summed and self.state.has_grads else []
-            for n in (1, times - 1):
-                reduced = group.post_backward(grads, self.comms)
-                parts.append(repeated(in_order(name, (*added, *reduced)), n))
+        units = list(self.units.by_unit())
+        for groups, times in units if self.stage.options.release < (2, 15) else reversed(units):
+            for n in (1, times - 1) if times > 1 else (1,):
+                turns: list[CountedEvents] = []
+                for group in groups:
+                    turns += self._accumulated(group) if summed and self.state.has_grads else []
+                    turns += group.post_backward(grads, self.comms)
+                parts.append(repeated(in_order(name, turns), n))
         parts.append(in_order(name, self.finalize_backward()))
         self.state = self.state._replace(weights="sharded")
         return [chain(name, *parts)]

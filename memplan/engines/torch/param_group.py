@@ -31,8 +31,11 @@ class ParamGroup:
     largest shard. A group that `reshards` frees its weights after its forward pass and gathers them again for
     its backward pass. `place`: the rank's among those that shard. A group of experts is sharded over `efsdp`.
     With one shard (`alone`) FSDP2 copies the
-    weights and runs no collective.
+    weights and runs no collective. `is_last`: whether it is the last group of its unit, whose reduction frees
+    the inputs of those before.
     """
+
+    is_last = True
 
     def __init__(
         self, stage: Stage, place: int, name: str, parts: Iterable[EqualParameters], *, reshards: bool
@@ -219,13 +222,13 @@ class ParamGroup:
         Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
         torch 2.15's `FSDPParamGroup._take_unsharded_grads_to_reduce`.
         """
-        stale, comms.reduce_scatter = comms.reduce_scatter, self if self.trained else None
         dropped: tuple[Event, ...] = ()
-        if stale is not None:
-            dropped = WaitStream(COMPUTE, REDUCE_SCATTER), *frees(stale.reduce_input)
+        if self.is_last and comms.reduce_scatter:
+            dropped = WaitStream(COMPUTE, REDUCE_SCATTER), *comms.frees_reduced()
         if not self.trained:
             yield dropped, 1
             return
+        comms.reduce_scatter += (self,)
         own = [([grads[p] for p in parameters], times) for parameters, times in self.trained]
         (*_, last), times = own[-1]
         kept = self.passing if self.passes_on(comms) else self.reduced
@@ -359,7 +362,7 @@ def copied(what: str, n_bytes: int, stream: str) -> Collective:
 
 
 class CommContext:
-    """The buffers that collectives of a pass still hold, and the group that is gathered ahead.
+    """The buffers that collectives of a pass still hold, and the groups that are gathered ahead.
 
     `has_sharded_grads`: whether reduced gradients are added to older ones; `reduced`: whether any gradients
     have been reduced.
@@ -370,16 +373,22 @@ class CommContext:
     def __init__(self, *, has_sharded_grads: bool) -> None:
         self.has_sharded_grads = has_sharded_grads
         self.all_gather: ParamGroup | None = None
-        self.reduce_scatter: ParamGroup | None = None
+        self.reduce_scatter: tuple[ParamGroup, ...] = ()
         self.reduced = False
-        self.prefetched: ParamGroup | None = None
+        self.prefetched: set[ParamGroup] = set()
+
+    def frees_reduced(self) -> tuple[Event, ...]:
+        """Frees the inputs of the reductions so far."""
+        groups, self.reduce_scatter = self.reduce_scatter, ()
+        return frees(*[group.reduce_input for group in groups])
 
 
 class Units:
     """The division of a stage's parameters into units; the root has all that no other unit has.
 
     The root does not reshard after the forward pass, since it would be gathered again at once; nor does the
-    head's unit as Accelerate makes it (`accelerate.utils.fsdp_utils:fsdp2_prepare_model`).
+    head's unit as Accelerate makes it (`accelerate.utils.fsdp_utils:fsdp2_prepare_model`), nor as torchtitan
+    does where it is not told to reshard all.
     """
 
     def __init__(self, stage: Stage, place: int) -> None:
@@ -389,6 +398,8 @@ class Units:
         """The units of experts within blocks, by the names of their parameters."""
         self.within: dict[ParamGroup | None, ParamGroup] = {}
         """The experts of a block, by its own unit."""
+        self.shares = stage.is_of_torchtitan
+        """Whether experts are a second group of their block's unit, as torchtitan has it, and no unit."""
         blocks, inner = [], dict[EqualParameters, ParamGroup]()
         for own, n, role in stage.block_parameters:
             rest, experts = (tuple([p for p in own if p.is_of_experts == of]) for of in (False, True))
@@ -412,7 +423,7 @@ class Units:
         if options.fsdp_units == "block":
             self.root = unit("root", embed, head, reshards=False)
         else:
-            keeps_head = stage.has_trainer
+            keeps_head = stage.has_trainer or (self.shares and stage.plan.pp == 1)
             self.embed = unit("embedding", embed)
             self.head = unit("head", head, reshards=again and not keeps_head)
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
@@ -428,7 +439,30 @@ class Units:
                 for part in shared:
                     if part in inner:
                         self.within[made[shared]] = inner[part]
+                        if (unit_ := made[shared]) is not None:
+                            unit_.is_last = not self.shares
                 self.rows.append(Row(made[shared], size, times))
+
+    def groups(self, group: ParamGroup | None) -> tuple[ParamGroup, ...]:
+        """The groups of a unit in the order in which they are gathered: that of the experts is the second.
+
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_init:_init_param_group`.
+        """
+        found = (group, self.within.get(group) if self.shares else None)
+        return tuple([one for one in found if one is not None])
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether units are gathered ahead as torchtitan says, one unit, in forward passes too.
+
+        Source: torchtitan/distributed/fsdp.py (`apply_fsdp_to_decoder`).
+        """
+        return self.shares and bool(self.within)
+
+    def by_unit(self) -> Iterator[tuple[tuple[ParamGroup, ...], int]]:
+        """The groups of each different unit in module order, and how often it occurs."""
+        second = set(self.within.values()) if self.shares else ()
+        return ((self.groups(group), times) for group, times in self if group not in second)
 
     def __iter__(self) -> Iterator[tuple[ParamGroup, int]]:
         """Each different unit in module order, and how often it occurs."""

@@ -32,7 +32,7 @@ from memplan.models import (
     not_divided_so,
 )
 from memplan.models.lookup import module_values
-from memplan.models.traced import Ends
+from memplan.models.traced import Ends, is_of_torchtitan
 from memplan.offload_activations import MOST_STASHED
 from memplan.plan import Plan
 from memplan.shapes import BF16, FP32
@@ -727,10 +727,10 @@ def _check_experts(model: Model, plan: Plan) -> None:
             f"{model.name}: it has no experts that are known; use ep=1, or a mixture of experts.",
             kind="ep of a model without experts",
         )
-    if plan.pp > 1:
+    if plan.pp > 1 and not is_of_torchtitan(model):
         raise PlanRefused(
             f"{named} beside pp={plan.pp}: transformers refuses it ('Combining token dispatch with pipeline "
-            "parallelism is not supported/tested yet.'); use pp=1, or ep=1.",
+            "parallelism is not supported/tested yet.'); use implementation='torchtitan', pp=1, or ep=1.",
             kind="ep in a pipeline, which transformers refuses",
         )
     if plan.clip_grad_norm is not None:
@@ -749,6 +749,44 @@ def _check_experts(model: Model, plan: Plan) -> None:
         (plan.recompute_blocks is not None, "recompute_blocks", "all blocks or none"),
     )
     check_beside(named, "ep", "ep=1", not_modelled)
+
+
+def _check_mixture(model: Model, plan: Plan) -> None:
+    """Raise for what torchtitan does not do with its mixtures of experts, or what has no rule there.
+
+    Source: torchtitan/distributed/fsdp.py (`apply_fsdp_to_decoder`).
+    """
+    if not is_of_torchtitan(model):
+        return
+    options = torch_options(plan)
+    not_modelled = (
+        (not plan.fsdp, f"zero={plan.zero}", "zero=2 or 3: torchtitan shards them by FSDP2"),
+        (plan.fsdp and options.fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (options.fsdp_units != "block+ends", f"fsdp_units={options.fsdp_units!r}", "fsdp_units='block+ends'"),
+        (options.fsdp_blocks > 1, f"fsdp_blocks={options.fsdp_blocks}", "fsdp_blocks=1"),
+        (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
+        (plan.cp > 1, f"cp={plan.cp}", "cp=1"),
+        (
+            plan.dp > model.n_experts,
+            f"dp={plan.dp}, more ranks than a block has experts, of which another dim is then sharded,",
+            f"dp={model.n_experts} or less, beside dp_replicate or pp",
+        ),
+        (plan.offload, "offload=True", "offload=False"),
+        (plan.adapters is not None, "lora_rank", "none"),
+        (plan.formats.loss_scaled, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
+        (options.compile != "none", f"compile={options.compile!r}", "compile='none'"),
+        (options.float8 != "none", f"float8={options.float8!r}", "float8='none'"),
+        (options.no_sync, "no_sync=True", "no_sync=False"),
+        (options.trainer != "none", f"trainer={options.trainer!r}", "trainer='none'"),
+        (options.optimizer_in_backward, "optimizer_in_backward=True", "optimizer_in_backward=False"),
+        (options.activation_offloading != "none", "activation_offloading", "none"),
+    )
+    for asked, what, other in not_modelled:
+        if asked:
+            raise MissingRule(
+                f"{what} has no rule for torchtitan's mixture {model.name}; use {other}.",
+                kind=f"{what.partition('=')[0]} of torchtitan's mixtures",
+            )
 
 
 def _check_context(model: Model, plan: Plan) -> None:
@@ -934,6 +972,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_static_graph,
     _check_units,
     _check_experts,
+    _check_mixture,
     _check_context,
     _check_divided,
     _check_adapters,

@@ -23,6 +23,7 @@ from memplan.engines.torch.trainer import KeptByTrainer, kept_by_trainer
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided
+from memplan.models.traced import is_of_torchtitan
 from memplan.optimizers import ADAM, LEAST_OF_8_BITS, LEAST_PAGED, MAP, SCALED
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Shape, buffer_of
@@ -127,6 +128,11 @@ class Stage(ModelStage):
     def has_trainer(self) -> bool:
         """Whether transformers' Trainer trains the module."""
         return self.options.trainer == "huggingface"
+
+    @property
+    def is_of_torchtitan(self) -> bool:
+        """Whether the module is torchtitan's, which torchtitan divides into units."""
+        return is_of_torchtitan(self.model)
 
     @cached_property
     def trainer(self) -> KeptByTrainer | None:

@@ -95,8 +95,8 @@ def expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     """
     if plan.ep == 1:
         return None
-    replicas = {"dp_replicate": plan.dp_replicate} if plan.dp_replicate > 1 else {}
-    sizes = {**replicas, "efsdp": plan.efsdp, "ep": plan.ep}
+    outer = {axis: n for axis, n in plan.mesh.sizes.items() if axis in ("pp", "dp_replicate") and n > 1}
+    sizes = {**outer, "efsdp": plan.efsdp, "ep": plan.ep}
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

@@ -31,14 +31,16 @@ from memplan import Plan, TracedModel
 from memplan.engines.torch.options import torch_options
 from memplan.errors import PlanRefused, unknown_name
 from memplan.models import Decoder
+from memplan.models.config import Config
 from memplan.models.config_of import config_of
-from memplan.models.traced import modules_with
+from memplan.models.traced import is_of_torchtitan, modules_with
 from memplan.plan import Rank
 from memplan.shapes import FP32
 from memplan.tracing.context import as_trainer_divides, divided_sequences
 from memplan.tracing.divided import by_plan_of_transformers, dealt_out, is_of_experts
 from memplan.tracing.float8 import with_float8
-from memplan.tracing.torchtitan import kept_contexts
+from memplan.tracing.torchtitan import kept_contexts, token_loss
+from memplan.tracing.torchtitan_mixtures import mixture_of
 from validate.cases import Divided
 from validate.standin import materialised
 from validate.systems.torch.adapters import with_adapters
@@ -55,7 +57,14 @@ from validate.systems.torch.parallelize import (
     units_of_blocks,
 )
 from validate.systems.torch.passes import Passes, syncing
+from validate.systems.torch.torchtitan import (
+    OF_TORCHTITAN,
+    mixture_inputs,
+    mixture_stage,
+    mixture_trace,
+)
 from validate.systems.torch.wild_stages import (
+    POSITIONS,
     VOCABULARY,
     WIDTH,
     autocast,
@@ -97,7 +106,10 @@ def loss_of(module: nn.Module, inputs: Inputs) -> Tensor:
     """The loss as most people compute it: the model's own, or cross-entropy with the targets."""
     called = {name: value for name, value in inputs.items() if name != "targets"}
     output = module(**called)
-    return loss_of_output(output, inputs["targets"]) if "targets" in inputs else cast(Tensor, output.loss)
+    if "targets" not in inputs:
+        return cast(Tensor, output.loss)
+    loss = token_loss if POSITIONS in inputs else loss_of_output
+    return loss(output, inputs["targets"])
 
 
 # --- transformers ---
@@ -755,6 +767,13 @@ def values_as_on_a_gpu() -> Iterator[None]:
 
 def wild_of(model: TracedModel | Decoder) -> Wild:
     """How a model's module is made and called: a decoder of transformers by its sizes, others by name."""
+    if isinstance(model, TracedModel) and is_of_torchtitan(model):
+        values = model.config_values() or {}
+        return Wild(
+            module=partial(mixture_of, Config(values), model.max_seq_len),
+            inputs=partial(mixture_inputs, values["vocab_size"]),
+            package="torchtitan",
+        )
     if isinstance(model, TracedModel):
         return wild_named(model.name)
     values = config_of(model)
@@ -777,6 +796,8 @@ def wild_of(model: TracedModel | Decoder) -> Wild:
 def wild_trace(asked: Divided) -> TracedModel:
     """One of them, divided, traced anew: with CPU's kernels, or of true size with CUDA's."""
     name = asked.name
+    if name in OF_TORCHTITAN:
+        return mixture_trace(name, asked.mesh)
     wild = wild_named(name)
     torch.manual_seed(0)
     cp = asked.mesh.get("cp", 1)
@@ -838,6 +859,9 @@ def wild_modules(
     `experts`: the mesh of expert-parallel ranks. Made on `meta`, a module gets its weights on the device when
     it has been cast and divided.
     """
+    if isinstance(model, TracedModel) and is_of_torchtitan(model):
+        torch.manual_seed(seed)
+        return {i: mixture_stage(model, plan, i, mesh, experts, device) for i in plan.stages_of(at.pp)}
     wild = wild_of(model)
     found: dict[int, nn.Module] = {}
     for stage in plan.stages_of(at.pp):
@@ -1051,12 +1075,12 @@ def wild_passes(
     if model.name == "two-towers":
         inputs["targets"] %= plan.micro_batch
     if plan.pp > 1 and mesh is not None:
-        width, returns_loss = model.d_model or WIDTH, "targets" not in inputs
+        sizes = model.config_values() or {}
+        width = model.d_model or sizes.get("hidden_size", WIDTH)
+        vocabulary = 0 if "targets" not in inputs else sizes.get("vocab_size", VOCABULARY)
         if isinstance(model, Decoder) and 0 not in modules:
             del inputs["input_ids"]
-        run = wild_pipeline(
-            modules, plan, inputs, mesh, device, scaler, width=width, returns_loss=returns_loss
-        )
+        run = wild_pipeline(modules, plan, inputs, mesh, device, scaler, width=width, vocabulary=vocabulary)
         return run if device.type == "cpu" else values_as_on_a_gpu()(run)
     (module,) = modules.values()
     n = plan.n_micro_batches

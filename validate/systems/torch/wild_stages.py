@@ -18,12 +18,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from memplan import Plan
 from memplan.plan import stage_layers
+from memplan.tracing.torchtitan import token_loss
 from validate.systems.torch.parallelize import torch_dtype
 from validate.systems.torch.passes import Passes, schedule_class
 
 WIDTH: Final = 64
 VOCABULARY: Final = 1000
-"""The width of the tensor between blocks, and the size of the vocabulary."""
+POSITIONS: Final = "positions"
+"""The width of the tensor between blocks, the size of the vocabulary, the input that all stages have."""
 
 EMBEDDING: Final = ("emb_dropout", "wpe", "drop", "embed_positions")
 """Names of modules before the blocks, besides the token embedding."""
@@ -116,21 +118,23 @@ def wild_pipeline(
     scaler: GradScaler,
     *,
     width: int,
-    returns_loss: bool,
+    vocabulary: int,
 ) -> Passes:
     """Forward and backward of one step over this rank's stages by the plan's schedule.
 
-    Stages send each other tensors of this `width`. The last of the `inputs` are the targets; the others are
-    for the first stage only.
-    The last stage `returns_loss`, or the loss is computed from its output, both under autocast.
+    Stages send each other tensors of this `width`. The last of the `inputs` are the targets; positions are
+    for all stages, the others for the first one only.
+    The loss is computed from the last stage's output, of this `vocabulary`, or (0) it returns the loss, both
+    under autocast.
     """
-    kind, n = schedule_class(plan), plan.n_micro_batches
-    output = () if returns_loss else (plan.micro_batch, plan.seq_len, VOCABULARY)
+    kind, n, returns_loss = schedule_class(plan), plan.n_micro_batches, not vocabulary
+    loss = token_loss if POSITIONS in inputs else loss_of_output
+    output = () if returns_loss else (plan.micro_batch, plan.seq_len, vocabulary)
     made = [_stage(module, i, plan, width, output, mesh, device) for i, module in stages.items()]
 
     def mean(y: Tensor, target: Tensor) -> Tensor:
         with autocast(plan, device):
-            share = (y if returns_loss else loss_of_output(y, target)) / n
+            share = (y if returns_loss else loss(y, target)) / n
         return scaler.scale(share)
 
     alone = issubclass(kind, PipelineScheduleSingle)
@@ -138,12 +142,14 @@ def wild_pipeline(
     has_first, has_loss = any(stage.is_first for stage in made), any(stage.is_last for stage in made)
 
     def run() -> float | None:
-        *tokens, targets = inputs.values()
-        arguments = tokens if has_first else ()
-        named: dict[str, Any] = {"labels": targets} if has_loss and returns_loss else {}
+        *given, of_loss = inputs
+        targets = inputs[of_loss]
+        named: dict[str, Any] = {name: inputs[name] for name in given if name == POSITIONS}
+        arguments = [inputs[name] for name in given if name not in named] if has_first else ()
         if not has_loss:
-            schedule.step(*arguments, return_outputs=False)
+            schedule.step(*arguments, return_outputs=False, **named)
             return None
+        named |= {"labels": targets} if returns_loss else {}
         losses: list[Tensor] = []
         schedule.step(*arguments, target=targets, losses=losses, return_outputs=False, **named)
         return sum([float(loss.detach()) for loss in losses]) / scaler.get_scale()
