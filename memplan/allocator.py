@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from memplan.ages import Ages, Moment
 from memplan.errors import InvalidValue, MemplanError
+from memplan.fields import Setting
 from memplan.units import MiB
 
 BLOCK_BYTES: Final = 512
@@ -170,6 +171,15 @@ class AllocatorConfig:
         }
         return ",".join(f"{name}:{value}" for name, value in values.items() if value is not None)
 
+
+ALLOC_CONF: Final = Setting(
+    "The caching allocator's settings, as PYTORCH_CUDA_ALLOC_CONF has them: "
+    "expandable_segments:True, max_split_size_mb:N, garbage_collection_threshold:X",
+    left_out="PyTorch's own",
+    read=lambda text: AllocatorConfig.parse(text).conf,
+    word="alloc",
+)
+"""The option of an engine that has them."""
 
 DEFAULTS: Final = AllocatorConfig()
 

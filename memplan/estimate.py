@@ -756,9 +756,9 @@ def estimate(
         quantize: how the frozen weights of linears are held, but for the head's: "none", "nf4"
             (bitsandbytes), or "nf4-double", whose scales are quantized too. Under "bf16-mixed" all other
             weights are in float32 then (`prepare_model_for_kbit_training`), under "bf16" in bfloat16.
-        engine: "torch"; "deepspeed": DeepSpeed's ZeRO-0 to 3; "fairscale": FairScale's ZeRO-1 and 2;
-            "megatron": Megatron-Core; "textbook": the papers' closed forms, for teaching, which give no
-            verdict; or one of another package's.
+        engine: "torch"; "deepspeed": DeepSpeed's ZeRO-0 to 3; "fairscale", "colossalai": FairScale's and
+            Colossal-AI's ZeRO-1 and 2; "megatron": Megatron-Core; "textbook": the papers' closed forms, for
+            teaching, which give no verdict; or one of another package's.
         deepspeed: a DeepSpeed configuration, as a dict or the path of its JSON: the options of
             engine="deepspeed"; what it says is not said again.
         gpus_per_node: GPUs in a node; left out, as in the cluster's table.
@@ -769,8 +769,8 @@ def estimate(
         device: "cuda" or "cpu", whose rules apply; left out, the cluster's, and "cuda" without one. "cpu" is
             what `python -m validate` measures on processes of this machine.
         cache: whether the trace of a config.json is kept in the user's cache folder, or made anew.
-        **options: the engine's own options, here those of "torch", "deepspeed", "fairscale" and "megatron";
-            `memplan estimate --engine NAME -h` lists one engine's.
+        **options: the engine's own options, here those of "torch", "deepspeed", "fairscale", "colossalai"
+            and "megatron"; `memplan estimate --engine NAME -h` lists one engine's.
             compile: torch.compile of each "block", or of nothing ("none").
             float8: products of linears in float8 by torchao's recipe: "tensorwise", "rowwise",
                 "rowwise_with_gw_hp", or "none".
@@ -797,7 +797,7 @@ def estimate(
             trainer: whose loop trains: "none" (a plain one) or "huggingface" (transformers' Trainer).
             torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
             overlap_comm: DeepSpeed communicates on other streams; left out, with zero=3 only.
-            reduce_bucket_size: elements of gradients that DeepSpeed reduces at a time.
+            reduce_bucket_size: elements of gradients that DeepSpeed or Colossal-AI reduces at a time.
             stage3_prefetch_bucket_size: elements of weights that ZeRO-3 gathers ahead.
             stage3_param_persistence_threshold: weights of at most so many elements stay gathered.
             stage3_max_live_parameters: gathered elements beyond which nothing is prefetched.
@@ -806,6 +806,9 @@ def estimate(
             offload_optimizer: DeepSpeed's optimizer is on the host, "cpu" or "cpu-pinned", or not, "none".
             offload_param: ZeRO-3's partitions of weights are on the host, "cpu", or not, "none".
             reduce_buffer_size: elements of a bucket of FairScale's ShardedDataParallel; 0: no buckets.
+            overlap_communication: Colossal-AI reduces gradients on another stream, as they come.
+            communication_dtype: Colossal-AI reduces gradients in "fp32", "bf16", "fp16", or their own type,
+                "none".
             alloc_conf: the caching allocator's settings, as in "expandable_segments:True".
             transformer_impl: Megatron's layers: "transformer_engine", or its own, "local".
             attention_backend: Transformer Engine's attention: "flash", "fused", "unfused", or "auto".

@@ -180,9 +180,9 @@ class Plan:
     engine: str = described(
         "torch",
         Name(
-            "Whose rules: torch, what PyTorch allocates; deepspeed, ZeRO-0 to 3; fairscale, ZeRO-1 and 2; "
-            "megatron, Megatron-Core; textbook, the papers' formulas, for teaching, never a verdict; or "
-            "another package's"
+            "Whose rules: torch, what PyTorch allocates; deepspeed, ZeRO-0 to 3; fairscale and colossalai, "
+            "ZeRO-1 and 2; megatron, Megatron-Core; textbook, the papers' formulas, for teaching, never a "
+            "verdict; or another package's"
         ),
     )
     options: Any = None

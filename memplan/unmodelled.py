@@ -209,7 +209,7 @@ ROWS: Final = (
         "plans memory ahead of the run by rules of its own",
         "use engine='textbook' for the states, which are as large",
         values={
-            "engine": "jax xla maxtext tensorflow mlx colossalai paddle mindspore",
+            "engine": "jax xla maxtext tensorflow mlx paddle mindspore",
         },
     ),
 )

@@ -52,6 +52,8 @@ EXPECTED: Final = {
     "a100-fairscale": (15, (15, 14, 14), (0, 0.0002, 0.0011)),
     "h100-fairscale": (15, (15, 14, 14), (0, 0.0004, 0.0011)),
     "h100-torchtitan": (4, (4, 1, 0), (0.0, 0.0087, 0.0097)),  # mixtures; reserved: see validate/README.md
+    "a100-colossalai": (18, (18, 16, 17), (0, 0.0002, 0.002)),
+    "h100-colossalai": (18, (18, 16, 17), (0, 0.0001, 0.002)),
     "h100-trainers": (41, (41, 35, 25), (0, 0.0005, 0.0087)),  # FSDP as Accelerate loads it
     "a100-deepspeed": (91, (91, 91, 90), (0, 0, 0.0003)),
     "a100-frontier": (87, (87, 87, 87), EXACT),

@@ -295,12 +295,13 @@ ASKED: dict[str, Any] = {"cluster": "8xh100-sxm", "global_batch": 16, "seq_len":
 
 
 def test_an_engine_is_known_once_it_is_installed(installed):
-    assert ENGINES.names() == ("torch", "deepspeed", "fairscale", "megatron", "textbook", "broken", "toy")
+    own = ("torch", "deepspeed", "fairscale", "colossalai", "megatron", "textbook")
+    assert ENGINES.names() == (*own, "broken", "toy")
     assert ENGINES.named("toy") is TOY
 
 
 def test_an_unknown_engine_is_refused_with_the_names_that_are_known():
-    known = "deepspeed, fairscale, megatron, textbook, torch"
+    known = "colossalai, deepspeed, fairscale, megatron, textbook, torch"
     with pytest.raises(UnknownName, match=rf"unknown engine 'toy'.* Known: {known}\.$"):
         memplan.estimate("gpt2", engine="toy")
 

@@ -192,4 +192,5 @@ def test_bad_input_is_refused_in_one_line(arguments, said):
 def test_an_engine_that_nothing_runs_is_refused():
     ended = run_case(tiny(engine="textbook"))
     assert ended.outcome == "refused"
-    assert ended.reason == "engine='textbook' cannot be run; use 'torch' or 'deepspeed' or 'fairscale'."
+    others = "'torch' or 'deepspeed' or 'fairscale' or 'colossalai'"
+    assert ended.reason == f"engine='textbook' cannot be run; use {others}."

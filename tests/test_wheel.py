@@ -27,11 +27,12 @@ NOT_RUN = (
     "--suite matrix",
     "--suite fullsize",
     "--suite fairscale",
+    "--suite colossalai",
     "calibrate",
     "part*",
     "model_config.yaml",
 )
-"""Commands that download, that need GPUs, FairScale, a launcher or a reader's own file, or take a night."""
+"""Commands that download, need GPUs, FairScale, Colossal-AI, a launcher, a reader's own file or a night."""
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ PLACES: Final = {
     "memplan/engines/textbook.py": "Engine `textbook`",
     **{
         f"memplan/engines/{name}": f"Engine `{name}`"
-        for name in ("torch", "deepspeed", "fairscale", "megatron")
+        for name in ("torch", "deepspeed", "fairscale", "colossalai", "megatron")
     },
 }
 """The heading of a module's refusals, by the start of its path; the last matching entry is taken."""

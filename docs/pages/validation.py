@@ -31,6 +31,7 @@ SUITES: Final = {
     "trainers": "transformers' Trainer, alone, under DDP and FSDP",
     "deepspeed": "DeepSpeed's ZeRO-0 to 3",
     "fairscale": "FairScale's OSS under DDP and ShardedDataParallel",
+    "colossalai": "Colossal-AI's LowLevelZeroPlugin",
     "fullsize": "single ranks at true size, on tensors without data",
     "gpu-standin": "single ranks of 8 to 1,024, the others played",
     "standin": "single ranks of large worlds",

@@ -1,7 +1,8 @@
 """What PyTorch's Adam allocates for an update: for one parameter at a time, or for all at once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from memplan.device import Device
 from memplan.record import Event, allocs, frees
 from memplan.shapes import Buffer, DType, buffer_of
 
@@ -28,3 +29,16 @@ def updated_at_once(sizes: Iterable[tuple[str, int]], dtype: DType) -> Sequence[
     """
     made = [buffer_of(f"{name} (square root)", (n_elements,), dtype) for name, n_elements in sizes]
     return *allocs(*made), *frees(*made)
+
+
+def default_update(device: Device, sizes: Iterable[tuple[str, int]], dtype: DType) -> Iterator[Event]:
+    """The update by Adam's default implementation: the for-loop on CPU, foreach on a GPU."""
+    if not device.on_cpu:
+        yield from updated_at_once(sizes, dtype)
+        return
+    before: Buffer | None = None
+    for name, n_elements in sizes:
+        root, denominator = root_and_denominator(name, n_elements, dtype)
+        yield from updated(root, denominator, before)
+        before = denominator
+    yield from frees(*[] if before is None else [before])

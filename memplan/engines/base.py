@@ -367,6 +367,7 @@ ENGINES: Final = Registry(
         "torch": "memplan.engines.torch:TORCH",
         "deepspeed": "memplan.engines.deepspeed:DEEPSPEED",
         "fairscale": "memplan.engines.fairscale:FAIRSCALE",
+        "colossalai": "memplan.engines.colossalai:COLOSSALAI",
         "megatron": "memplan.engines.megatron:MEGATRON",
         "textbook": "memplan.engines.textbook:TEXTBOOK",
     },

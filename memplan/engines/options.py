@@ -57,6 +57,8 @@ class EngineOptions(TypedDict, total=False):
     offload_optimizer: Literal["none", "cpu", "cpu-pinned"]
     offload_param: Literal["none", "cpu"]
     reduce_buffer_size: int
+    overlap_communication: bool
+    communication_dtype: Literal["none", "fp32", "bf16", "fp16"]
     alloc_conf: str
     transformer_impl: Literal["transformer_engine", "local"]
     attention_backend: Literal["auto", "flash", "fused", "unfused"]

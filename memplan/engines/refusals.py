@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from math import gcd
 
 from memplan.errors import MissingRule, PlanRefused, divisors_text
-from memplan.models import Model
+from memplan.models import Model, TracedModel
 from memplan.plan import Plan
 
 
@@ -19,6 +19,16 @@ def check_modelled(engine: str, framework: str, rows: Iterable[tuple[bool, str, 
             f"{what} has no rule in engine={engine!r} yet; use {other}.",
             kind=f"an option of {framework} that has no rule yet",
         )
+
+
+def trained_whole(model: Model) -> tuple[tuple[bool, str, str], ...]:
+    """The rows of `check_modelled` for models of which some weights get no gradient."""
+    frozen, unused = (model.frozen, model.unused) if isinstance(model, TracedModel) else ((), ())
+    whole = "a model that is trained whole"
+    return (
+        (bool(frozen), f"{model.name}, of which a part is frozen,", whole),
+        (bool(unused), f"{model.name}, whose {min(unused, default='')} gets no gradient,", whole),
+    )
 
 
 def check_beside(named: str, kind: str, without: str, rows: Iterable[tuple[bool, str, str]]) -> None:

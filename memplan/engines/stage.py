@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from memplan.device import Device
+from memplan.engines.module_calls import Part
 from memplan.engines.recorded import recorded
 from memplan.engines.split import BlockRuns, SplitTrace, split_traced
 from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
@@ -200,6 +201,14 @@ class WholeStage(ModelStage):
         self.n_blocks = model.n_blocks
 
     @cached_property
+    def op_context(self) -> OpContext:
+        plan = self.plan
+        return OpContext(
+            device=self.device, backend=self.backend, weight_dtype=self.dtype, micro_batch=plan.micro_batch,
+            seq_len=plan.seq_len, loss_chunks=plan.loss_chunks,
+        )  # fmt: skip
+
+    @cached_property
     def trained(self) -> list[Parameter]:
         """The optimizer's parameters, in the module's order."""
         return trained(self.parameters())
@@ -211,6 +220,17 @@ class WholeStage(ModelStage):
         parts = [self.trace.embed_parameters, *blocks, self.trace.head_parameters]
         embed, *places, head = [{one: next(left) for one in trained(part)} for part in parts]
         return embed | head, places
+
+    def backward_parts(
+        self, ends: dict[Parameter, T], places: Sequence[dict[Parameter, T]]
+    ) -> Iterator[Part[T]]:
+        """The parts of a backward pass in order, each with values for its parameters, as `placed`."""
+        trace, kinds = self.trace, [block for block, n in self.blocks for _ in range(n)]
+        yield Part("backward: head", trace.head_backward, ends)
+        for i in reversed(range(len(kinds))):
+            segment = kinds[i].backward if i else kinds[i].entry_backward
+            yield Part("backward: block", segment, places[i], i)
+        yield Part("backward: embedding", trace.embed_backward, ends)
 
     @cached_property
     def weights(self) -> dict[Parameter, Buffer]:
@@ -228,6 +248,16 @@ class WholeStage(ModelStage):
     def inputs(self) -> list[Buffer]:
         """The step's tokens and targets."""
         return list(self.model.inputs(self.plan.n_micro_batches * self.plan.micro_batch, self.plan.seq_len))
+
+    @property
+    def held(self) -> list[Buffer]:
+        """What is alive between steps beside weights and optimizer: inputs, buffers, workspaces."""
+        return [*self.inputs, *self.buffers, *[workspace for _, workspace in self.workspaces]]
+
+    def make_modules(self) -> Iterator[Event]:
+        """Allocates the weights and the buffers of the modules in their order."""
+        for parameters, buffers in self.modules():
+            yield from allocs(*[self.weights[one] for one in parameters], *buffers)
 
     def draw_inputs(self) -> Iterator[Event]:
         """Allocates the step's tokens and targets, which memplan's own loop draws as one tensor."""

@@ -75,6 +75,8 @@ class PlanOptions(TypedDict, total=False):
     offload_optimizer: str | Iterable[str]
     offload_param: str | Iterable[str]
     reduce_buffer_size: int | Iterable[int]
+    overlap_communication: bool | Iterable[bool]
+    communication_dtype: str | Iterable[str]
     alloc_conf: str
     transformer_impl: str | Iterable[str]
     attention_backend: str | Iterable[str]

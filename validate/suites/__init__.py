@@ -14,6 +14,7 @@ from validate.records import Record
 from validate.suites.adapters import adapters
 from validate.suites.architectures import architectures
 from validate.suites.both import gpu_both
+from validate.suites.colossalai import colossalai
 from validate.suites.divided import context, divided, experts
 from validate.suites.drawn import drawn
 from validate.suites.fairscale import fairscale
@@ -45,6 +46,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "families": families,
     "fsdp1": fsdp1,
     "fairscale": fairscale,
+    "colossalai": colossalai,
     "divided": divided,
     "experts": experts,
     "torchtitan": torchtitan,

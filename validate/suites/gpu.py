@@ -20,6 +20,7 @@ from validate.gpus import Gpus
 from validate.predict import estimated_rank
 from validate.published.memory import ROWS, by_torchtitan, comparable_estimate, compared, read_rows
 from validate.suites.adapters import gpu_adapters
+from validate.suites.colossalai import gpu_colossalai
 from validate.suites.compiled import gpu_compiled
 from validate.suites.divided import gpu_divided
 from validate.suites.fairscale import gpu_fairscale
@@ -480,6 +481,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-fsdp1": gpu_fsdp1,
     "gpu-deepspeed": gpu_deepspeed,
     "gpu-fairscale": gpu_fairscale,
+    "gpu-colossalai": gpu_colossalai,
     "gpu-published": gpu_published,
     "gpu-wild": gpu_wild,
     "gpu-divided": gpu_divided,

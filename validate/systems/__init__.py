@@ -15,7 +15,9 @@ from torch import Tensor
 from memplan.errors import PlanRefused
 from validate.cases import Case, option
 
-SYSTEMS: Final = {name: f"validate.systems.{name}" for name in ("torch", "deepspeed", "fairscale")}
+RUN: Final = ("torch", "deepspeed", "fairscale", "colossalai")
+
+SYSTEMS: Final = {name: f"validate.systems.{name}" for name in RUN}
 """The module that runs the framework of each of memplan's engines."""
 
 TRAINERS: Final = {"huggingface": "validate.systems.huggingface"}

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final, final
 
-from memplan.allocator import AllocatorConfig
-from memplan.fields import Choice, Count, Flag, Setting, described
+from memplan.allocator import ALLOC_CONF
+from memplan.fields import Choice, Count, Flag, described
 from memplan.plan import Plan
 
 DEEPSPEED_VERSION: Final = "0.19.8"
@@ -62,13 +62,7 @@ class DeepSpeedOptions:
             word="offload-param",
         ),
     )  # fmt: skip
-    alloc_conf: str = described(
-        "",
-        Setting(
-            "The caching allocator's settings, as PYTORCH_CUDA_ALLOC_CONF has them", left_out="PyTorch's own",
-            read=lambda text: AllocatorConfig.parse(text).conf, word="alloc",
-        ),
-    )  # fmt: skip
+    alloc_conf: str = described("", ALLOC_CONF)
 
 
 OF_STAGE_3: Final = tuple(

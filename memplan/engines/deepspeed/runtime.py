@@ -74,12 +74,7 @@ class DeepSpeedEngine:
 
     def _backward_parts(self) -> Iterator[Part[Slot]]:
         """The parts of a backward pass in order."""
-        kinds = [block for block, n in self.stage.blocks for _ in range(n)]
-        yield Part("backward: head", self.trace.head_backward, self.ends)
-        for i in reversed(range(len(kinds))):
-            segment = kinds[i].backward if i else kinds[i].entry_backward
-            yield Part("backward: block", segment, self.places[i], i)
-        yield Part("backward: embedding", self.trace.embed_backward, self.ends)
+        return self.stage.backward_parts(self.ends, self.places)
 
     def forward(self) -> Stretch:
         """The forward pass and the loss."""

@@ -1,6 +1,7 @@
 """The model of a rank under DeepSpeed: its weights in one type, what it holds beside ZeRO's states."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 from typing import final
 
@@ -28,18 +29,13 @@ class DeepSpeedStage(WholeStage):
 
     @cached_property
     def op_context(self) -> OpContext:
-        plan = self.plan
-        return OpContext(
-            device=self.device, backend=self.backend, weight_dtype=self.dtype, micro_batch=plan.micro_batch,
-            seq_len=plan.seq_len, loss_chunks=plan.loss_chunks, hooks_modules=plan.zero == 3,
-        )  # fmt: skip
+        return replace(super().op_context, hooks_modules=self.plan.zero == 3)
 
     @cached_property
     def rest(self) -> Alive:
         """What is alive between steps beside the optimizer's flat tensors."""
         frozen = [self.weights[one] for one in self.parameters() if not one.requires_grad]
-        workspaces = [workspace for _, workspace in self.workspaces]
-        return Counter([*frozen, *self.inputs, *self.buffers, *workspaces, *self.of_adam])
+        return Counter([*frozen, *self.held, *self.of_adam])
 
     @property
     def of_adam(self) -> list[Buffer]:

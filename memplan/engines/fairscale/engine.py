@@ -92,8 +92,7 @@ class FairScaleRank:
         step = chain("step", *accumulation(self.module.fresh(), stage.plan.n_micro_batches), update)
         every = stage.trace.gradients()
         counts, on_cpu = self.oss.step_counts, stage.device.on_cpu
-        workspaces = [workspace for _, workspace in stage.workspaces]
-        held = [*stage.buckets.values(), *self.oss.moments, *stage.inputs, *stage.buffers, *workspaces]
+        held = [*stage.buckets.values(), *self.oss.moments, *stage.held]
         return RankRecord(
             rank=self.rank, layers=(range(stage.n_blocks),), step=step, update=(update,),
             rest=Counter([*held, *self.buckets]) + (counts if on_cpu else Counter()),
@@ -116,9 +115,7 @@ class FairScaleRank:
     def _setup(self) -> Iterator[Event]:
         """The module, OSS's buckets, DDP's first one, the step's tokens."""
         stage = self.stage
-        for parameters, buffers in stage.modules():
-            yield from allocs(*[stage.weights[one] for one in parameters], *buffers)
-        yield from self.oss.setup()
+        yield from (*stage.make_modules(), *self.oss.setup())
         if self.ddp:
             yield from (*broadcast_weights(stage.trained), *allocs(*self.first_buckets))
         yield from stage.draw_inputs()

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final, final
 
-from memplan.allocator import AllocatorConfig
-from memplan.fields import Count, Setting, described
+from memplan.allocator import ALLOC_CONF
+from memplan.fields import Count, described
 from memplan.plan import Plan
 
 FAIRSCALE_VERSION: Final = "0.4.13"
@@ -23,13 +23,7 @@ class FairScaleOptions:
         2**23, Count("ZeRO-2: most elements of a rank's bucket of small gradients; 0: no buckets", least=0,
                      word="reduce-buffer")
     )  # fmt: skip
-    alloc_conf: str = described(
-        "",
-        Setting(
-            "The caching allocator's settings, as PYTORCH_CUDA_ALLOC_CONF has them", left_out="PyTorch's own",
-            read=lambda text: AllocatorConfig.parse(text).conf, word="alloc",
-        ),
-    )  # fmt: skip
+    alloc_conf: str = described("", ALLOC_CONF)
 
 
 def fairscale_options(plan: Plan) -> FairScaleOptions:

@@ -5,11 +5,12 @@ Source: `fairscale.optim.oss:OSS`.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Final, final
 
 from memplan.device import Device
-from memplan.engines.adam import root_and_denominator, updated, updated_at_once
+from memplan.engines.adam import default_update
 from memplan.engines.fairscale.options import fairscale_options
 from memplan.engines.stage import WholeStage
 from memplan.kernels import norm_scratch
@@ -36,11 +37,8 @@ class FairScaleStage(WholeStage):
     @cached_property
     def op_context(self) -> OpContext:
         plan = self.plan
-        return OpContext(
-            device=self.device, backend=self.backend, weight_dtype=self.dtype,
-            autocast=plan.formats.compute if plan.mixed or plan.formats.autocast else None,
-            micro_batch=plan.micro_batch, seq_len=plan.seq_len, loss_chunks=plan.loss_chunks,
-        )  # fmt: skip
+        autocast = plan.formats.compute if plan.mixed or plan.formats.autocast else None
+        return replace(super().op_context, autocast=autocast)
 
     @cached_property
     def partition(self) -> list[list[int]]:
@@ -108,13 +106,15 @@ class OSS:
 
         Source: `fairscale.optim.oss:OSS.step`, `fairscale.optim.oss:OSS._broadcast_params`.
         """
+        stage = self.stage
         sent = [
             Collective(kind="broadcast", axis="dp", what="updated weights", payload_bytes=bucket.n_bytes)
-            for bucket in self.stage.buckets.values()
+            for bucket in stage.buckets.values()
         ]
-        clips = self.stage.plan.clip_grad_norm is not None
+        clips = stage.plan.clip_grad_norm is not None
         clipping = [events("gradient clipping", self.clip_grad_norm())] * clips
-        update = events(UPDATE_NAME, self._adam() if self.is_adam else ())
+        sizes = [(p.name, p.n_elements) for p in self.owned] if self.is_adam else []
+        update = events(UPDATE_NAME, default_update(stage.device, sizes, stage.dtype))
         return chain("update", *clipping, update, events("broadcast of updated weights", sent))
 
     def clip_grad_norm(self) -> Iterator[Event]:
@@ -135,16 +135,3 @@ class OSS:
         what = "norm of gradients"
         yield Collective(kind="all_reduce", axis="dp", what=what, payload_bytes=dtype.itemsize)
         yield from (*allocs(norm), *frees(square), *allocs(*factor), *frees(*factor, norm, local))
-
-    def _adam(self) -> Iterator[Event]:
-        """Adam's temporaries: one parameter at a time on CPU, all at once on a GPU."""
-        named = [(p.name, p.n_elements) for p in self.owned]
-        if not self.stage.device.on_cpu:
-            yield from updated_at_once(named, self.stage.dtype)
-            return
-        before: Buffer | None = None
-        for name, n_elements in named:
-            root, denominator = root_and_denominator(name, n_elements, self.stage.dtype)
-            yield from updated(root, denominator, before)
-            before = denominator
-        yield from frees(*[] if before is None else [before])

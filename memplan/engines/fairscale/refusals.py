@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Final
 
 from memplan.engines.fairscale.options import FairScaleOptions, fairscale_options
-from memplan.engines.refusals import check_modelled, check_positions
+from memplan.engines.refusals import check_modelled, check_positions, trained_whole
 from memplan.errors import PlanRefused
 from memplan.models import Model, TracedModel
 from memplan.plan import Plan
@@ -16,9 +16,6 @@ PRECISIONS: Final = ("fp32", "bf16", "bf16-autocast", "bf16-mixed")
 
 def _check_modelled(model: Model, plan: Plan) -> None:
     """Raise for what has no rule yet, with FairScale's name of it."""
-    partly = isinstance(model, TracedModel) and model.frozen
-    unused = model.unused if isinstance(model, TracedModel) else ()
-    whole = "a model that is trained whole"
     options: tuple[tuple[bool, str, str], ...] = (
         (plan.zero == 3, "zero=3 (FullyShardedDataParallel)", "zero=2, or engine='torch'"),
         (plan.offload, "offload=True (move_params_to_cpu)", "zero=3 of engine='torch'"),
@@ -30,8 +27,7 @@ def _check_modelled(model: Model, plan: Plan) -> None:
             f"precision={plan.precision!r}",
             " or ".join(map(repr, PRECISIONS)),
         ),
-        (bool(partly), f"{model.name}, of which a part is frozen,", whole),
-        (bool(unused), f"{model.name}, whose {min(unused, default='')} gets no gradient,", whole),
+        *trained_whole(model),
     )  # fmt: skip
     check_modelled("fairscale", "FairScale", options)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 from memplan.engines.ddp import ALL_REDUCE
 from memplan.engines.fairscale.oss import OSS, FairScaleStage
 from memplan.engines.module import StageModule
-from memplan.engines.trace import Segment
+from memplan.engines.module_calls import Part
 from memplan.record import (
     COMPUTE,
     AccumulateGrad,
@@ -26,7 +26,7 @@ from memplan.record import (
     events,
     frees,
 )
-from memplan.shapes import Buffer, Parameter, buffer_of
+from memplan.shapes import Buffer, buffer_of
 
 
 class ShardedState(NamedTuple):
@@ -119,34 +119,28 @@ class ShardedDataParallel(StageModule[ShardedState]):
 
         Source: `fairscale.nn.data_parallel.sharded_ddp:ShardedDataParallel._flush_reduce_calls`.
         """
-        trace, checked_in = self.trace, Counter[int]()
-        kinds = [block for block, n in self.stage.blocks for _ in range(n)]
-        parts = [events("backward: head", self._hooked(trace.head_backward, self.ends, checked_in))]
-        for i in reversed(range(len(kinds))):
-            segment = kinds[i].backward if i else kinds[i].entry_backward
-            parts.append(events("backward: block", self._hooked(segment, self.places[i], checked_in)))
-        parts.append(events("backward: embedding", self._hooked(trace.embed_backward, self.ends, checked_in)))
+        checked_in = Counter[int]()
+        played = self.stage.backward_parts(self.ends, self.places)
+        parts = [events(part.name, self._hooked(part, checked_in)) for part in played]
         if self.state.syncs:
             empty = [self._reduce(0) for n in self.filled.values() if not n]
             parts.append(events("backward: reductions", [*empty, WaitStream(COMPUTE, ALL_REDUCE)]))
         self._made_grads()
         return chain("backward", *parts, *self.returned())
 
-    def _hooked(
-        self, segment: Segment, places: dict[Parameter, int], checked_in: Counter[int]
-    ) -> Iterator[Event]:
-        """A segment's events with what the hook of each gradient does.
+    def _hooked(self, part: Part[int], checked_in: Counter[int]) -> Iterator[Event]:
+        """A part's events with what the hook of each gradient does.
 
         A gradient is held by autograd until its hook returns; one that is bucketed is added to its view.
 
         Source: `fairscale.nn.data_parallel.sharded_ddp:ShardedDataParallel._get_reduce_fn`.
         """
         has_grads, syncs = self.state
-        for event in segment.events:
+        for event in part.segment.events:
             yield event
             if not isinstance(event, AccumulateGrad):
                 continue
-            place = places[event.parameter]
+            place = part.owned[event.parameter]
             if place in self.bucketed:
                 rank = self.bucketed[place]
                 checked_in[rank] += event.parameter.n_elements

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final, final
 
-from memplan.allocator import AllocatorConfig
-from memplan.fields import Choice, Count, Flag, Setting, described
+from memplan.allocator import ALLOC_CONF
+from memplan.fields import Choice, Count, Flag, described
 from memplan.models.traced import ROTATES, Compiles
 from memplan.plan import Plan
 from memplan.shapes import DType
@@ -145,16 +145,7 @@ class TorchOptions:
         "2.13", Choice("Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")
     )
 
-    alloc_conf: str = described(
-        "",
-        Setting(
-            "The caching allocator's settings, as PYTORCH_CUDA_ALLOC_CONF has them: "
-            "expandable_segments:True, max_split_size_mb:N, garbage_collection_threshold:X",
-            left_out="PyTorch's own",
-            read=lambda text: AllocatorConfig.parse(text).conf,
-            word="alloc",
-        ),
-    )
+    alloc_conf: str = described("", ALLOC_CONF)
 
     @property
     def release(self) -> tuple[int, int]:
