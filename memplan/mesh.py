@@ -308,7 +308,7 @@ def inner_first(groups: Mapping[Group, Any]) -> Iterator[Group]:
 
 
 def shard_group(cp: Count) -> Group:
-    """The ranks between which FSDP2 shards weights: with context-parallel ones all of dp x cp.
+    """The ranks between which FSDP shards weights and DDP averages gradients: dp, or all of dp x cp.
 
     `cp`: of one plan, or of many that all have context-parallel ranks or none.
 

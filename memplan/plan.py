@@ -221,7 +221,7 @@ class Plan:
 
     @property
     def shard_group(self) -> Group:
-        """The ranks between which FSDP shards weights: with context parallelism all of dp x cp."""
+        """The ranks between which weights are sharded, or their gradients averaged: dp, or dp x cp."""
         return shard_group(self.cp)
 
     @property
@@ -249,7 +249,7 @@ class Plan:
     @property
     def ddp(self) -> bool:
         """Whether DistributedDataParallel replicates the weights."""
-        return self.zero <= 1 and self.dp > 1
+        return self.zero <= 1 and self.n_shards > 1
 
     @property
     def fsdp(self) -> bool:

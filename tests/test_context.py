@@ -15,6 +15,7 @@ from memplan.engines.base import ring_bytes
 from memplan.engines.options import plan_of
 from memplan.mesh import Mesh
 from memplan.models import resolve
+from memplan.record import unrolled
 from memplan.search.search import searched
 from memplan.tracing.collectives import is_permutation
 from validate.cases import Case, divided_named, shipped_trace
@@ -97,10 +98,8 @@ def test_twice_the_ranks_and_the_tokens_hold_the_same_activations():
     "options, error, said",
     [
         ({"seq_len": 126}, PlanRefused, r"cuts a sequence into 2 x cp = 4 equal pieces; use seq_len=128\."),
-        ({"zero": 0}, MissingRule, "zero=0 has no rule yet; use zero=2 or 3"),
-        ({"fsdp_version": 1}, MissingRule, "use fsdp_version=2, or cp=1"),
-        ({"pp": 2}, MissingRule, "pp=2 has no rule yet"),
-        ({"precision": "bf16-autocast"}, MissingRule, "use precision='bf16-mixed', or cp=1"),
+        ({"ep": 2}, MissingRule, "ep=2 has no rule yet"),
+        ({"precision": "bf16-autocast"}, MissingRule, "was not traced with .* autocast to bfloat16"),
         ({"cp": 4}, MissingRule, "traced with cp=2, and no rule says"),
         ({"engine": "textbook"}, PlanRefused, "divides nothing along cp"),
     ],
@@ -108,6 +107,27 @@ def test_twice_the_ranks_and_the_tokens_hold_the_same_activations():
 def test_what_does_not_run_or_has_no_rule_is_refused(options, error, said):
     with pytest.raises(error, match=said):
         memplan.estimate(llama(), **{"dp": 1, "cp": 2, **ON_CPU, **options})
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_are_averaged_over_all_ranks_of_a_replica(zero):
+    found = memplan.estimate(llama(), dp=2, cp=2, **ON_CPU | {"zero": zero})
+    states = found.worst.states
+    axes = {c.what: c.axis for c in found.collectives if c.axis not in ("cp", "tp")}
+    assert {axes.pop(what) for what in list(axes) if what != "module buffers"} == {"dp x cp"}
+    moments = 2 * states.weights_bytes
+    assert states.optimizer_bytes < (1.1 if zero == 0 else 0.5) * moments
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_pipeline_divides_all_sequences_at_once_and_sends_a_rank_s_tokens(pp):
+    found = memplan.estimate(llama(), dp=1, cp=2, pp=pp, micro_batch=2, global_batch=16, **ON_CPU)
+    sent = next(c for c in found.collectives if c.kind == "send")
+    assert sent.payload_bytes // sent.calls == 4 * 2 * 64 * 64
+    for stage in found.stages:
+        divided = [e.buffer for name, e in unrolled(stage.record.step) if name == "context_parallel"]
+        whole = [one for one in divided if one.name.endswith("gather")]
+        assert {one.shape for one in whole} == {(16, 128)}
 
 
 def test_code_without_a_rule_names_the_code_that_has_one():
@@ -140,8 +160,6 @@ def test_a_module_of_ones_own_needs_no_change(device):
         memplan.trace(nn.Linear(4, 4), torch.zeros(2, 4), targets=torch.zeros(2, 4), mesh={"cp": 2})
     with pytest.raises(InvalidValue, match="expert- and context-parallel ranks have no rule together"):
         memplan.trace(OwnAttention(), ids, mesh={"cp": 2, "ep": 2}, **asked)
-    with pytest.raises(InvalidValue, match="run under autocast, which is not traced"):
-        memplan.trace(OwnAttention(), ids, mesh={"cp": 2}, **asked | {"precisions": ["bf16-autocast"]})
     with pytest.raises(InvalidValue, match="cp_ranks=2 is not allowed"):
         memplan.trace(OwnAttention(), ids, mesh={"cp": 2}, cp_ranks=[2], **asked)
 
@@ -174,6 +192,9 @@ def test_a_config_json_is_planned_searched_and_exported(tmp_path):
     text = e.export("accelerate")
     assert "parallelism_config_cp_size: 2\n" in text
     assert "parallelism_config_cp_comm_strategy: allgather\n" in text
+    replicated = memplan.estimate(str(config), cluster="8xh100-sxm", cp=2, zero=0, seq_len=2048)
+    with pytest.raises(PlanRefused, match="'Using `cp_size>1` requires FSDP2'"):
+        replicated.export("accelerate")
     with pytest.raises(PlanRefused, match="the script divides no sequences, Accelerate does"):
         e.export("torchrun")
 

@@ -224,7 +224,7 @@ class Engine(ABC):
     """The axes that may have several ranks where experts are divided, beside data-parallel ones."""
     counts_blocks: ClassVar[tuple[str, ...]] = ("selective", "full")
     """The kinds of recomputation that `recompute_blocks` may limit to some blocks."""
-    sharded_beside: ClassVar[tuple[str, ...]] = ("dp_replicate", "cp")
+    sharded_beside: ClassVar[tuple[str, ...]] = ("dp_replicate",)
     """The axes beside whose ranks weights are sharded, by ZeRO 2 or 3."""
     confirmed_gpus: ClassVar[tuple[str, ...]] = ()
     """The GPUs whose software ran the engine's plans without a GPU, and gave its bytes."""

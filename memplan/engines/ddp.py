@@ -20,6 +20,7 @@ from memplan.engines.split import BlockRuns
 from memplan.engines.stage import ModelStage, trained
 from memplan.engines.trace import Segment, Trace, buffer_in, gradients
 from memplan.memory import Alive
+from memplan.mesh import Group
 from memplan.record import (
     COMPUTE,
     AccumulateGrad,
@@ -179,7 +180,7 @@ def kept(hook: str, bucket: Bucket, dtype: DType) -> tuple[Buffer, ...]:
 
 
 @lru_cache(maxsize=1024)
-def reduction(hook: str, bucket: Bucket, dtype: DType) -> tuple[Event, ...]:
+def reduction(hook: str, bucket: Bucket, dtype: DType, axis: Group) -> tuple[Event, ...]:
     """The reduction of a bucket with the allocations of its hook; buckets are reduced one after the other.
 
     fp16 and bf16: a copy in that type, unless the gradients have it already. PowerSGD: a copy of the bucket,
@@ -187,7 +188,7 @@ def reduction(hook: str, bucket: Bucket, dtype: DType) -> tuple[Event, ...]:
 
     Source: default_hooks.py (`_compress_hook`), powerSGD_hook.py (`powerSGD_hook`).
     """
-    all_reduce = partial(Collective, kind="all_reduce", axis="dp", what="all-reduce gradients")
+    all_reduce = partial(Collective, kind="all_reduce", axis=axis, what="all-reduce gradients")
     sent: list[Event] = [WaitStream(ALL_REDUCE, COMPUTE)]
     sent += [all_reduce(payload_bytes=n, stream=ALL_REDUCE) for n in payloads(hook, bucket, dtype)]
     if hook in COMPRESSED and COMPRESSED[hook] != dtype:
@@ -223,11 +224,12 @@ class Reducer:
         dtype: DType,
         cap_bytes: int | None,
         hook: str,
+        axis: Group,
         *,
         last: bool,
         finds_unused: bool,
     ) -> None:
-        self.trace, self.dtype, self.hook, self.last = trace, dtype, hook, last
+        self.trace, self.dtype, self.hook, self.axis, self.last = trace, dtype, hook, axis, last
         self.finds_unused = finds_unused
         self.blocks = [(trace.blocks[kind], n) for kind, n in runs]
         made, late = ready_order(trace, runs)
@@ -251,7 +253,7 @@ class Reducer:
         key = drops, reduces
         if key not in self.played:
             used = Collective(
-                kind="all_reduce", axis="dp", what="parameters in use", payload_bytes=4 * len(self.fills)
+                kind="all_reduce", axis=self.axis, what="parameters in use", payload_bytes=4 * len(self.fills)
             )
             ends = [used] * self.finds_unused + [WaitStream(COMPUTE, ALL_REDUCE)]
             waits = [events("finalize_backward", ends)] * reduces
@@ -299,6 +301,7 @@ def reducer_of(stage: ModelStage, asked: Arguments) -> Reducer:
         stage.plan.formats.stored,
         asked.bucket_cap_bytes,
         asked.comm_hook,
+        stage.plan.shard_group,
         last=stage.last,
         finds_unused=asked.finds_unused,
     )
@@ -374,7 +377,7 @@ class _Backward:
         Source: torch/csrc/autograd/engine.cpp (`call_function`: inputs are kept for post-hooks).
         """
         own = self.reducer
-        reduced = [event for bucket in buckets for event in reduction(own.hook, bucket, own.dtype)]
+        reduced = [event for bucket in buckets for event in reduction(own.hook, bucket, own.dtype, own.axis)]
         return (*frees(grad) * (self.drops - 1), *reduced, *frees(grad) * min(self.drops, 1))
 
     def _ready(self, segment: Segment, filled: Sequence[Sequence[Bucket]] | None = None) -> tuple[Event, ...]:
@@ -501,7 +504,7 @@ class DistributedDataParallel(StageModule[DdpState]):
         for dtype, found in by_type.items():
             n_bytes = sum([buffer.n_bytes for buffer in found])
             what = f"{found[0].name} buffer" if len(found) == 1 else f"{dtype.name} buffers"
-            sent = Collective(kind="broadcast", axis="dp", what=what, payload_bytes=n_bytes)
+            sent = Collective(kind="broadcast", axis=self.reducer.axis, what=what, payload_bytes=n_bytes)
             flat = [buffer_of(what, (n_bytes // dtype.itemsize,), dtype)] if len(found) > 1 else []
             yield events("forward: broadcast of buffers", [*allocs(*flat), sent, *frees(*flat)])
 

@@ -117,6 +117,9 @@ def _recorded(
     whole = part
     sent = boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
     if ends is not None:
+        if context.cp > 1:
+            divides = _made(part["inputs"])  # of all micro-batches at once: `divided_inputs`
+            part = {name: without(segment, *divides) for name, segment in part.items()}
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, "activations")
         part = _of_stage(part, model, recording, buffers, sent, context, entry, first=first, last=last)
     loss, head, after_head = part["loss_backward"], part["head"], part["loss"]
@@ -153,6 +156,13 @@ def _recorded(
         entry_requires_grad=recording.entry_requires_grad or not model.n_layers or not first,
         has_blocks=model.n_layers > 0,
     )
+
+
+def divided_inputs(model: TracedModel, context: OpContext) -> Segment:
+    """The events in which a rank takes its part of `context.micro_batch` sequences, before the passes."""
+    recording = _recording_of(model, context, "none")
+    buffers = [buffer_at(one, context.micro_batch, context.seq_len) for one in recording.buffers]
+    return Segment(tuple(chain.from_iterable(_events(recording.parts["inputs"], buffers, {}, None, context))))
 
 
 def _with_memory(segment: Segment, phase: Phase) -> Segment:

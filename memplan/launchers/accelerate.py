@@ -69,6 +69,9 @@ def limits_of(job: Job, who: str) -> Iterator[Limit]:
         )
     if plan.ep > 1:
         yield Limit(f"ep={plan.ep}: {who} divides no experts", {"ep": 1})
+    if plan.cp > 1 and not (plan.fsdp and options["fsdp_version"] == 2):
+        sharded = {"zero": max(plan.zero, 2), "fsdp_version": 2}
+        yield Limit(f"cp={plan.cp}: in {who} 'Using `cp_size>1` requires FSDP2'", sharded)
     if plan.zero == 1:
         yield Limit(f"zero=1: {who} has no ZeroRedundancyOptimizer", {"zero": 2})
     if plan.recompute == "selective":

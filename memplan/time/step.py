@@ -188,15 +188,15 @@ def update_bytes(weights_bytes: Quantity, grads_bytes: Quantity, optimizer_bytes
     return 2 * weights_bytes + grads_bytes + 2 * optimizer_bytes
 
 
-def updated_share(zero: int, dp: Count) -> Quantity:
-    """The share of its weights and gradients that a rank updates: 1 / dp with ZeRO-1, else all.
+def updated_share(zero: int, n_shards: Count) -> Quantity:
+    """The share of its weights and gradients that a rank updates: 1 / (dp x cp) with ZeRO-1, else all.
 
     Assumes: ZeRO-1's ranks have equal shares.
 
     >>> updated_share(1, 4), updated_share(3, 4)
     (0.25, 1)
     """
-    return 1 / dp if zero == 1 else 1
+    return 1 / n_shards if zero == 1 else 1
 
 
 # --- The step ---------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
 
 
 def _step_times(ranks: Sequence[RankWork], plan: Plan, prices: Prices) -> Iterator[StepTime]:
-    share = updated_share(plan.zero, plan.dp)
+    share = updated_share(plan.zero, plan.n_shards)
     updates = []
     for rank in ranks:
         states = rank.states

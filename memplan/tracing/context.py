@@ -66,12 +66,21 @@ def ring_attention() -> Any:
 
 @contextmanager
 def chosen_for_dtensors() -> Iterator[None]:
-    """A block in which CUDA's attention kernel is chosen for DTensors too: C++ code takes them for `meta`."""
+    """A block in which CUDA's attention kernel is chosen for DTensors too: C++ code takes them for `meta`.
+
+    For the same reason its operands are cast here under autocast, in the order in which C++ compilers
+    evaluate arguments.
+    """
     own = functional.scaled_dot_product_attention
 
     @wraps(own)
-    def chosen(query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (attention if isinstance(query, DTensor) else own)(query, *args, **kwargs)
+    def chosen(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(query, DTensor):
+            return own(query, key, value, *args, **kwargs)
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            value, key, query = [x.to(dtype) for x in (value, key, query)]
+        return attention(query, key, value, *args, **kwargs)
 
     with patch.object(functional, own.__name__, chosen):
         yield

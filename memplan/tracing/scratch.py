@@ -16,6 +16,9 @@ Scratch = tuple[str, int, torch.dtype]
 ARITHMETIC: Final = (ATEN.add, ATEN.sub, ATEN.mul, ATEN.div, ATEN.bitwise_and, ATEN.bitwise_or)
 """Operations whose operands may be of several types."""
 
+ADDED_IN_PLACE: Final = (ATEN.add_, ATEN.sub_)
+"""Operations that add an operand of a narrower type, as ring attention adds up gradients in float32."""
+
 SUMS: Final = (ATEN.cumsum.default, ATEN.sum.default, ATEN.sum.dim_IntList)
 """Sums whose operand may be of another type; a sum of narrow floats in float32 reads them as they are."""
 
@@ -124,7 +127,7 @@ def _of_cub(what: str) -> MissingRule:
 def _on_cpu(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iterator[Scratch]:
     if func in (CONVOLUTION, CONVOLUTION_BACKWARD):
         yield from _convolved(func, args, results)
-    if func._overloadpacket in ARITHMETIC:
+    if func._overloadpacket in (*ARITHMETIC, *ADDED_IN_PLACE):
         yield "widened operand", _widened(args, results[0]), results[0].dtype
     if func._overloadpacket in SCATTERED_SUMS and results[0].dtype in HALVES:
         yield "sums in float32", results[0].numel(), torch.float32
@@ -165,4 +168,5 @@ def _widened(args: Sequence[Any], result: Tensor) -> int:
     Source: aten/src/ATen/TensorIterator.cpp (`compute_types`, "Promotes common dtype to operands on CPU").
     """
     operands = [one for one in args if isinstance(one, Tensor) and one.dim() and one.dtype != result.dtype]
+    operands = [one for one in operands if torch.promote_types(one.dtype, result.dtype) == result.dtype]
     return sum([one.numel() for one in operands])

@@ -277,8 +277,8 @@ def _traced(
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
     if compiles or experts_within:  # under autocast nothing is compiled yet
         runs = dict.fromkeys([run for run in runs if not run[1]])
-    if "cp" in mesh:  # under FSDP2 alone; float32 last, as fewer attention kernels take it
-        runs = dict.fromkeys(sorted([run for run in runs if not run[1]], key=lambda run: run[0] == "float32"))
+    if "cp" in mesh:  # float32 last, as fewer attention kernels take it
+        runs = dict.fromkeys(sorted(runs, key=lambda run: (run[0] == "float32", not run[1])))
     if zero3:
         runs = {run: None for run in runs if not run[1] and run[0] != "float32"}
     if zero3 and not runs:
@@ -288,8 +288,8 @@ def _traced(
         )
     if not runs:
         raise InvalidValue(
-            f"precisions={shown_value(precisions)} run under autocast, which is not traced over "
-            "context-parallel ranks; use 'bf16-mixed' or 'bf16'."
+            f"precisions={shown_value(precisions)} run under autocast, which is not traced of "
+            "compiled blocks; use 'bf16-mixed' or 'bf16'."
         )
     plays_cuda = runs_on == CUDA and not executed
     shapes = Shapes(CudaTensors() if plays_cuda else None)

@@ -99,10 +99,10 @@ class Searching:
         batch, rest = divmod(self.kept["global_batch"], mesh["dp"] * mesh["dp_replicate"])
         if rest or not batch:
             return
-        if mesh["dp_replicate"] > 1 or self.kept.get("cp", 1) > 1:
+        if mesh["dp_replicate"] > 1:
             zeros: tuple[int, ...] = (2, 3)
         else:
-            zeros = (0, 1, 2, 3) if mesh["dp"] > 1 else (0,)
+            zeros = (0, 1, 2, 3) if mesh["dp"] * self.kept.get("cp", 1) > 1 else (0,)
         if mesh["pp"] == 1:
             mesh = mesh | NO_PIPELINE
         axes = (

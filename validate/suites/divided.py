@@ -77,8 +77,34 @@ SEQUENCES: Final[tuple[dict[str, Any], ...]] = (
     {"zero": 3, "dp": 2, "micro_batch": 2, "precision": "bf16-mixed", "clip_grad_norm": 1.0},
     {"zero": 3, "dp": 2, "micro_batch": 1, "accumulate": 2, "precision": "fp32", "recompute": "full"},
     {"zero": 3, "dp_replicate": 2, "micro_batch": 2, "precision": "bf16-mixed", "optimizer": "sgd-momentum"},
-)
-"""Beside context-parallel ranks; `accumulate`: micro-batches of a replica."""
+    {"zero": 0, "micro_batch": 2, "precision": "bf16-mixed", "recompute": "full"},
+    {"zero": 0, "dp": 2, "micro_batch": 1, "accumulate": 2, "precision": "bf16-mixed"},
+    {"zero": 0, "micro_batch": 2, "precision": "bf16", "gradient_as_bucket_view": True},
+    {"zero": 1, "micro_batch": 1, "accumulate": 2, "precision": "fp32", "clip_grad_norm": 1.0},
+    {"zero": 1, "dp": 2, "micro_batch": 2, "precision": "bf16", "cp_rotate_method": "alltoall"},
+    {"zero": 3, "fsdp_version": 1, "micro_batch": 2, "precision": "bf16-mixed", "recompute": "full"},
+    {
+        "zero": 2,
+        "fsdp_version": 1,
+        "dp": 2,
+        "micro_batch": 1,
+        "accumulate": 2,
+        "precision": "bf16",
+        "clip_grad_norm": 1.0,
+    },
+    {"zero": 0, "pp": 2, "micro_batch": 2, "accumulate": 2, "precision": "fp32"},
+    {"zero": 3, "pp": 2, "micro_batch": 2, "accumulate": 2, "precision": "bf16-mixed", "recompute": "full"},
+    {
+        "zero": 2, "pp": 2, "micro_batch": 1, "accumulate": 4, "precision": "bf16", "schedule": "gpipe",
+        "cp_rotate_method": "alltoall",
+    },
+    {
+        "zero": 1, "pp": 2, "micro_batch": 2, "accumulate": 4, "precision": "bf16-mixed",
+        "schedule": "interleaved-1f1b", "virtual_stages": 2, "clip_grad_norm": 1.0,
+    },
+    {"zero": 3, "pp": 2, "micro_batch": 1, "accumulate": 2, "precision": "fp32", "clip_grad_norm": 1.0},
+)  # fmt: skip
+"""Beside context-parallel ranks, by each wrapper; `accumulate`: micro-batches of a replica."""
 
 N_OF_ARCHITECTURES: Final = 2
 """The first of them, for each language model of transformers."""
@@ -133,6 +159,22 @@ SEQUENCES_AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
 )  # fmt: skip
 """One rank of 8 to 64 that divide sequences, with so many tokens on each of these."""
 
+OF_STAGES_AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
+    {"pp": 2, "zero": 3, "precision": "bf16-mixed", "accumulate": 4, "recompute": "full", "tokens": 16_384},
+    {
+        "pp": 4, "zero": 2, "dp": 2, "precision": "bf16", "accumulate": 8, "recompute": "full",
+        "schedule": "interleaved-1f1b", "virtual_stages": 2, "tokens": 16_384,
+    },
+    {"pp": 4, "zero": 0, "precision": "bf16", "accumulate": 4, "recompute": "full", "tokens": 16_384},
+    {"pp": 2, "zero": 1, "dp": 2, "precision": "bf16", "accumulate": 4, "recompute": "full", "tokens": 8192},
+    {"zero": 1, "dp": 2, "precision": "bf16", "recompute": "full", "tokens": 16_384},
+    {"zero": 3, "fsdp_version": 1, "dp": 2, "precision": "bf16", "recompute": "full", "tokens": 16_384},
+)  # fmt: skip
+"""The same in stages, under DDP, ZeRO-1 and FSDP1: the first and the last stage's first rank."""
+
+OF_EIGHT: Final = (Divided("llama-3-8b", tp=1, ep=1, cp=8), Divided("qwen2.5-7b", tp=1, ep=1, cp=8))
+"""The models that run these: each has 8 ranks for a sequence of 131,072 tokens."""
+
 
 def divided() -> tuple[Case, ...]:
     """Small modules on CPU ranks.
@@ -161,7 +203,7 @@ def _of_sequences(one: Divided) -> Iterator[Case]:
     plans = SEQUENCES[:N_OF_ARCHITECTURES] if is_architecture(one.name) else SEQUENCES
     for options in plans:
         asked = _of_ring(one, options)
-        if asked["dp"] * asked["dp_replicate"] * one.cp * one.tp <= FEW_RANKS:
+        if plan_of(**asked, tp=one.tp, seq_len=model.max_seq_len).world_size <= FEW_RANKS:
             yield from _cases(model, one.tp, [asked])
 
 
@@ -209,10 +251,15 @@ def gpu_divided(gpus: Gpus | None) -> tuple[Case, ...]:
         return divided()
     backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
     found = []
+    on_gpu: dict[str, Any] = {"device": gpus.device, "gpu": gpus.known_as, "backend": backend}
     for one in [each for each in divided_traces() if each.name in PUBLISHED]:
         for case in _cases(shipped_trace(*one), one.tp, _at_true_size(one), wild_named(one.name).seq_len):
-            case = replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend, rank=0)
-            found.append(replace(case, steps=UNTIMED_STEPS, timeout_s=600.0))
+            last = case.plan.world_size - case.plan.world_size // case.plan.pp
+            for rank in dict.fromkeys([0, last]):
+                name = f"{case.name}, rank {rank}" if rank else case.name
+                found.append(
+                    replace(case, **on_gpu, name=name, rank=rank, steps=UNTIMED_STEPS, timeout_s=600.0)
+                )
     return tuple(found)
 
 
@@ -222,7 +269,10 @@ def _at_true_size(one: Divided) -> Iterable[dict[str, Any]]:
         return [_in_groups(one, plan) for plan in EXPERTS_AT_TRUE_SIZE]
     if one.cp == 1:
         return AT_TRUE_SIZE
-    return [_of_ring(one, plan) | {"seq_len": plan["tokens"] * one.cp} for plan in SEQUENCES_AT_TRUE_SIZE]
+    plans = SEQUENCES_AT_TRUE_SIZE
+    if one in OF_EIGHT:
+        plans += OF_STAGES_AT_TRUE_SIZE
+    return [_of_ring(one, plan) | {"seq_len": plan["tokens"] * one.cp} for plan in plans]
 
 
 def _of_ring(one: Divided, plan: dict[str, Any]) -> dict[str, Any]:

@@ -17,17 +17,17 @@ def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stag
     if np.min(plan.zero) >= 2:
         return _fully_sharded(plan, elements, block_elements, single_stage)
     options = torch_options(plan)
-    stored, dp = plan.formats.stored.itemsize, plan.dp
-    several = bool(np.min(dp) > 1)
+    stored, n = plan.formats.stored.itemsize, plan.n_shards
+    several = bool(np.min(n) > 1)
     weights = elements * stored
-    part = (dp - 1) / dp
-    share = np.where(plan.zero == 1, 1 / dp, 1)
+    part = (n - 1) / n
+    share = np.where(plan.zero == 1, 1 / n, 1)
     reduces = several and options.ddp_comm_hook == "none"
     keeps_grads = not options.set_to_none or (several and options.gradient_as_bucket_view)
     holds_no_grads = keeps_grads or options.optimizer_in_backward
     return DataParallelism(
-        waits={"dp": (plan.zero == 1) * weights * part} if several else {},
-        reductions={"dp": 2 * weights * part} if reduces else {},
+        waits={plan.shard_group: (plan.zero == 1) * weights * part} if several else {},
+        reductions={plan.shard_group: 2 * weights * part} if reduces else {},
         gathers={},
         reducing=1 / plan.n_micro_batches if several else np.where(plan.pp == 1, 1.0, 0.0),
         updated_bytes=share * weights,

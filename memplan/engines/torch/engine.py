@@ -54,7 +54,7 @@ class TorchEngine(Engine):
         return Player()(rank_stages(plan)(model, plan, rank, device, backend=backend))
 
     def notes(self, model: Model, plan: Plan) -> Iterator[str]:
-        if plan.zero == 1 and plan.dp > 1:
+        if plan.zero == 1 and plan.ddp:
             yield (
                 "zero=1 is DistributedDataParallel with torch's ZeroRedundancyOptimizer, which deals out "
                 "whole tensors: ranks hold unequal parts, and the fullest rank is shown."
@@ -71,9 +71,9 @@ class TorchEngine(Engine):
             )
         if plan.cp > 1:
             yield (
-                f"cp={plan.cp} divides each sequence of {model.name} as Accelerate does, with PyTorch's "
-                "context_parallel: ring attention, and FSDP2 over dp x cp. Ranks of a sequence hold nearly "
-                "the same; the first one is shown."
+                f"cp={plan.cp} divides each sequence of {model.name} by PyTorch's context_parallel: ring "
+                "attention, and weights sharded, or their gradients averaged, over dp x cp. Ranks of a "
+                "sequence hold nearly the same; the first one is shown."
             )
         if plan.ep > 1 and not is_of_torchtitan(model):
             yield (

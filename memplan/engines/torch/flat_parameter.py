@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, final
 from memplan.engines.ddp import ALL_REDUCE
 from memplan.engines.stage import trained
 from memplan.engines.torch.param_group import copied
+from memplan.engines.torch.sharding import place_among_shards
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.torch.units import (
     ALL_GATHER,
@@ -50,9 +51,9 @@ class FlatParameter:
     """
 
     def __init__(
-        self, stage: Stage, dp_rank: int, name: str, parts: Sequence[EqualParameters], *, reshards: bool
+        self, stage: Stage, place: int, name: str, parts: Sequence[EqualParameters], *, reshards: bool
     ) -> None:
-        formats, n_ranks = stage.plan.formats, stage.plan.dp
+        formats, n_ranks = stage.plan.formats, stage.plan.n_shards
         self.stage, self.name, self.reshards = stage, name, reshards
         self.parts = [part for part in parts if part.parameters and part.n]
         self.is_trained = any(trained(part.parameters) for part in self.parts)
@@ -63,8 +64,8 @@ class FlatParameter:
             self.pads.append(n_ranks - self.n_elements % n_ranks)
             self.n_elements += self.pads[-1]
         self.shard_elements = -(-self.n_elements // n_ranks)
-        self.slices = list(_slices(places, self.shard_elements, dp_rank))
-        left = self.n_elements - dp_rank * self.shard_elements
+        self.slices = list(_slices(places, self.shard_elements, place))
+        left = self.n_elements - place * self.shard_elements
         self.own_elements = max(0, min(self.shard_elements, left))
         self.shard = self._buffer("flat parameter, sharded", self.shard_elements, formats.stored)
         self.low_precision = self._buffer("flat parameter's shard", self.shard_elements, formats.gather)
@@ -85,7 +86,10 @@ class FlatParameter:
             "flat gradient, sharded, to be added", self.shard_elements, formats.stored
         )
         self.all_gather, self.reduce_scatter, self.all_reduce = collectives(
-            self.unsharded.n_bytes, self.padded_grad.n_bytes, self.reduce_output.n_bytes
+            self.unsharded.n_bytes,
+            self.padded_grad.n_bytes,
+            self.reduce_output.n_bytes,
+            stage.plan.shard_group,
         )
 
     def _buffer(self, what: str, n: int, dtype: DType) -> Buffer:
@@ -211,7 +215,7 @@ class FlatUnits:
     `rows`: the flat parameters of the blocks, in the module's order.
     """
 
-    def __init__(self, stage: Stage, dp_rank: int) -> None:
+    def __init__(self, stage: Stage, place: int) -> None:
         trace, again = stage.trace, stage.plan.zero == 3
         embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(trace.head_parameters, 1)
         of_root, made = [embed], dict[tuple[Parameter, ...], FlatParameter]()
@@ -223,9 +227,9 @@ class FlatUnits:
                 continue
             if parameters not in made:
                 equal = [EqualParameters(parameters, 1)]
-                made[parameters] = FlatParameter(stage, dp_rank, "block", equal, reshards=again)
+                made[parameters] = FlatParameter(stage, place, "block", equal, reshards=again)
             self.rows.append(Row(made[parameters], 1, n))
-        self.root = FlatParameter(stage, dp_rank, "root", [*of_root, head], reshards=False)
+        self.root = FlatParameter(stage, place, "root", [*of_root, head], reshards=False)
 
     def __iter__(self) -> Iterator[tuple[FlatParameter, int]]:
         """The flat parameters in the order in which they are made, equal ones in a row counted: root last."""
@@ -241,7 +245,7 @@ class FlatRankStages(RankStages):
     def units(self) -> FlatUnits:
         """The flat parameters of the rank's stage."""
         (stage,) = self.stages
-        return FlatUnits(stage, self.rank.dp)
+        return FlatUnits(stage, place_among_shards(self.plan, self.rank))
 
     @property
     def stored_parts(self) -> list[tuple[Sequence[Parameter], int]]:

@@ -70,7 +70,13 @@ def _sync_parameters(stages: RankStages) -> Iterator[Stretch]:
     """
     if stages.plan.zero == 1:
         sent = [
-            Collective(kind="broadcast", axis="dp", what="updated weights", payload_bytes=p.n_bytes, calls=n)
+            Collective(
+                kind="broadcast",
+                axis=stages.plan.shard_group,
+                what="updated weights",
+                payload_bytes=p.n_bytes,
+                calls=n,
+            )
             for p, n in stages.counted_trained_parameters()
         ]
         yield events("broadcast of updated weights", sent)
@@ -306,7 +312,7 @@ def _norm_of_flat_grads(stages: RankStages) -> Iterator[Event]:
     )
     local, power, total, more, factor, clamped = (buffer_of(name, (), FP32) for name in names)
     yield from (*allocs(norms, stacked), *frees(norms), *allocs(local), *frees(stacked), *allocs(power))
-    yield _all_reduce("dp", "norms of gradients", FP32.itemsize)
+    yield _all_reduce(stages.plan.shard_group, "norms of gradients", FP32.itemsize)
     yield from (*allocs(total, more, factor), *frees(more), *allocs(clamped))
     yield from frees(clamped, factor, total, power, local)
 

@@ -29,7 +29,7 @@ from memplan.engines.torch.stage import RankStages
 from memplan.engines.torch.trainer import fetched
 from memplan.memory import Alive
 from memplan.orders import Action, ActionKind, Loop, counts
-from memplan.record import Stretch, chain, events, frees, passed, repeated
+from memplan.record import Alloc, Free, Stretch, chain, events, frees, passed, repeated
 from memplan.shapes import Buffer
 
 Module = StageModule[Any]
@@ -40,7 +40,17 @@ def schedule(stages: RankStages, modules: Sequence[Module]) -> list[Stretch]:
     plan = stages.plan
     if plan.pp == 1:
         return [*fetched(stages.trainer, plan), *accumulation(modules[0], plan.n_micro_batches)]
-    keeps_received = stages.stages[0].keeps_received
+    divided = stages.stages[0].divided_inputs
+    if not divided.events:
+        return _passes(stages, modules)
+    held = Counter([e.buffer for e in divided.events if isinstance(e, Alloc)])
+    held.subtract([e.buffer for e in divided.events if isinstance(e, Free)])
+    left = events("end of context_parallel", frees(*held.elements()))
+    return [divided.stretch("context_parallel"), *_passes(stages, modules), left]
+
+
+def _passes(stages: RankStages, modules: Sequence[Module]) -> list[Stretch]:
+    plan, keeps_received = stages.plan, stages.stages[0].keeps_received
     match plan.schedule:
         case "gpipe":
             return (_gpipe if keeps_received else releasing.gpipe)(stages, modules[0])

@@ -246,7 +246,7 @@ def _check_split_backward(model: Model, plan: Plan) -> None:
             "schedule='interleaved-1f1b'.",
             kind="zero-bubble, zbv or dualpipe-v with selective recomputation, which fails in PyTorch",
         )
-    if plan.dp == 1 or plan.zero == 2:
+    if plan.n_shards == 1 or plan.zero == 2:
         return
     why = "DDP's hooks do not run for gradients made by `torch.autograd.grad`, which are never reduced"
     if plan.zero == 3:
@@ -361,7 +361,7 @@ def _check_data_axis(model: Model, plan: Plan) -> None:
             f"zero={plan.zero} shards over data-parallel ranks, but dp=1; use dp of 2 or more, or zero=0.",
             kind="a ZeRO stage without data-parallel ranks",
         )
-    if ends_are_tied(model) and plan.tp > 1 and plan.dp > 1 and plan.zero <= 1:
+    if ends_are_tied(model) and plan.tp > 1 and plan.ddp:
         raise PlanRefused(
             f"zero={plan.zero} replicates {model.name}'s tied head with DDP, which fails on a weight that tp="
             f"{plan.tp} has divided (aten.cat.default got mixed torch.Tensor and DTensor); use zero=2 or 3, "
@@ -809,17 +809,7 @@ def _check_context(model: Model, plan: Plan) -> None:
             f"use seq_len={-(-plan.seq_len // pieces) * pieces}.",
             kind="sequences that do not divide into 2 x cp pieces",
         )
-    not_modelled = (
-        (
-            not plan.fsdp,
-            f"zero={plan.zero}",
-            "zero=2 or 3: FSDP2 reduces the gradients of a sequence's ranks",
-        ),
-        (plan.fsdp and torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
-        (plan.pp > 1, f"pp={plan.pp}", "pp=1"),
-        (plan.ep > 1, f"ep={plan.ep}", "ep=1"),
-        (plan.formats.autocast, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
-    )
+    not_modelled = ((plan.ep > 1, f"ep={plan.ep}", "ep=1"),)
     check_beside(named, "cp", "cp=1", not_modelled)
 
 

@@ -9,17 +9,20 @@ from typing import Any, Final, Self, final
 
 from memplan.device import CPU, Device
 from memplan.engines.ddp import Arguments
+from memplan.engines.recorded import divided_inputs
 from memplan.engines.stage import ModelStage, StageKind, cublas_workspaces, trained
 from memplan.engines.torch.options import compiled_blocks, torch_options, weight_dtype
 from memplan.engines.torch.refusals import check_trace
 from memplan.engines.torch.sharding import (
     n_shards,
     padded_shard_elements,
+    place_among_shards,
     shard_elements,
     shard_rank,
     zero_redundancy_partition,
 )
 from memplan.engines.torch.trainer import KeptByTrainer, kept_by_trainer
+from memplan.engines.trace import EMPTY, Segment
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided
@@ -113,6 +116,19 @@ class Stage(ModelStage):
             clones_outputs=self.finds_unused,
             casts_inputs=self.has_trainer and plan.fsdp and plan.mixed,
         )
+
+    @cached_property
+    def divided_inputs(self) -> Segment:
+        """The events in which context-parallel ranks divide the sequences of all micro-batches of a pipeline.
+
+        Source: torchtitan/train.py (`Trainer.forward_backward_step`, of 0.2.0), which has
+        `context_parallel` around the schedule's step.
+        """
+        plan = self.plan
+        if plan.cp == 1 or plan.pp == 1 or not isinstance(self.model, TracedModel):
+            return EMPTY
+        n = plan.n_micro_batches * plan.micro_batch
+        return divided_inputs(self.model, replace(self.op_context, micro_batch=n))
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -270,7 +286,7 @@ class RankStages:
         return other
 
     def at(self, **place: Any) -> Self:
-        """The same at another place, but along cp, with stages of the same kinds; traces are kept."""
+        """The same at another place, with stages of the same kinds; traces are kept."""
         other = copy(self)
         other.rank = replace(self.rank, **place)
         return other
@@ -323,7 +339,10 @@ class RankStages:
                 yield f"{parameter.name}.grad", own * itemsize, own * itemsize, n
 
     def on_fullest_rank(self) -> "RankStages":
-        """The same stages on the data-parallel rank that holds most; without ZeRO-1 that is the first."""
+        """The same stages on the data-parallel rank that holds most; without ZeRO-1 that is the first.
+
+        Along cp its passes are the first one's, which hold most.
+        """
         if self.owned is None:
             return self
         kept, matrices, itemsize = self.plan.kept, self.matrices, self.weight_dtype.itemsize
@@ -338,7 +357,8 @@ class RankStages:
             return parameter.n_elements * per_element + per_tensor
 
         sizes = [sum(map(state_bytes, owned)) for owned in self.partition]
-        return self.at(dp=sizes.index(max(sizes)))
+        dp, cp = divmod(sizes.index(max(sizes)), self.plan.cp)
+        return self.at(dp=dp, cp=cp)
 
     @cached_property
     def matrices(self) -> frozenset[Parameter]:
@@ -359,9 +379,9 @@ class RankStages:
         """
         every, matrices = self.trained_parameters(), self.matrices
         if not matrices:
-            return zero_redundancy_partition(tuple(every), self.plan.dp)
+            return zero_redundancy_partition(tuple(every), self.plan.n_shards)
         apart = [[p for p in every if (p in matrices) is inside] for inside in (True, False)]
-        found = [zero_redundancy_partition(tuple(part), self.plan.dp) for part in apart]
+        found = [zero_redundancy_partition(tuple(part), self.plan.n_shards) for part in apart]
         return [[*first, *others] for first, others in zip(*found, strict=True)]
 
     def stored_dtype(self, parameter: Parameter) -> DType:
@@ -426,7 +446,7 @@ class RankStages:
         """The parameters whose optimizer state this rank keeps under ZeRO-1; None: all of them."""
         if self.plan.zero != 1 or not self.plan.ddp:
             return None
-        return self.partition[self.rank.dp]
+        return self.partition[place_among_shards(self.plan, self.rank)]
 
     @cached_property
     def rest(self) -> Alive:

@@ -151,7 +151,7 @@ def parallel_module(
     if plan.fsdp:
         shard_weights(stage, _units(stage, plan), plan, mesh)
     materialised(stage, device, offload=plan.offload)
-    return replicated(stage, plan, mesh["dp"]) if plan.ddp else stage
+    return replicated(stage, plan, mesh[plan.shard_group]) if plan.ddp else stage
 
 
 def checkpoint_of(plan: Plan, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,7 +277,9 @@ def fully_sharded(
     on_meta = any(parameter.is_meta for parameter in module.parameters())
     return FullyShardedDataParallel(
         module,
-        device_mesh=mesh["dp_replicate", "dp"] if plan.dp_replicate > 1 else mesh["dp"],
+        device_mesh=mesh["dp_replicate", plan.shard_group]
+        if plan.dp_replicate > 1
+        else mesh[plan.shard_group],
         sharding_strategy=STRATEGIES[plan.zero, plan.dp_replicate > 1],
         auto_wrap_policy=CustomPolicy(lambda one: one in units),
         mixed_precision=mixed if len(types) > 1 else None,

@@ -169,7 +169,7 @@ def _optimizer(
         return ZeroRedundancyOptimizer(
             parameters,
             optimizer_class=cast(type[Optimizer], kind),
-            process_group=mesh.get_group("dp"),
+            process_group=mesh[plan.shard_group].get_group(),
             **options,
         )
     one_by_one = torch_options(plan).optimizer_impl == "for-loop" or (

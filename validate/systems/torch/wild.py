@@ -905,7 +905,7 @@ def wild_modules(
             shard_weights(module, _units(module, stacks, plan), plan, mesh)
         materialised(module, device)
         if plan.ddp and mesh is not None:
-            module = replicated(module, plan, mesh["dp"])
+            module = replicated(module, plan, mesh[plan.shard_group])
         found[stage] = module
     return found
 
@@ -1074,17 +1074,45 @@ def wild_passes(
     inputs = wild_inputs(model, plan, at, device, seed=seed)
     if model.name == "two-towers":
         inputs["targets"] %= plan.micro_batch
+    if plan.pp > 1 and isinstance(model, Decoder) and 0 not in modules:
+        del inputs["input_ids"]
+    whole = {name: value.cpu().numpy().copy() for name, value in inputs.items()} if plan.cp > 1 else {}
+    run = _passes(modules, model, plan, inputs, mesh, device, scaler)
+
+    def restored() -> float | None:
+        total = run()
+        for name, value in whole.items():
+            inputs[name].resize_(value.shape).copy_(torch.from_numpy(value))
+        return total
+
+    if plan.cp > 1 or device.type == "cpu":  # the ranks of a sequence have rows that are not consecutive
+        return restored
+    return values_as_on_a_gpu()(run)
+
+
+def _passes(
+    modules: Mapping[int, nn.Module],
+    model: TracedModel | Decoder,
+    plan: Plan,
+    inputs: Mapping[str, Tensor],
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    scaler: GradScaler,
+) -> Passes:
+    """Forward and backward of one step on these inputs, left as a context-parallel rank has them."""
     if plan.pp > 1 and mesh is not None:
         sizes = model.config_values() or {}
         width = model.d_model or sizes.get("hidden_size", WIDTH)
         vocabulary = 0 if "targets" not in inputs else sizes.get("vocab_size", VOCABULARY)
-        if isinstance(model, Decoder) and 0 not in modules:
-            del inputs["input_ids"]
         run = wild_pipeline(modules, plan, inputs, mesh, device, scaler, width=width, vocabulary=vocabulary)
-        return run if device.type == "cpu" else values_as_on_a_gpu()(run)
+
+        def scheduled() -> float | None:
+            with divided_over(plan, mesh, inputs):
+                return run()
+
+        return scheduled
     (module,) = modules.values()
     n = plan.n_micro_batches
-    whole = {name: value.cpu().numpy().copy() for name, value in inputs.items()} if plan.cp > 1 else {}
     offloads = _offloads(module, plan)
     compute = torch_dtype(plan.formats.compute)
 
@@ -1107,10 +1135,6 @@ def wild_passes(
                 scaler.scale(found).backward()
             total += float(found.detach())
             del found
-        for name, value in whole.items():
-            inputs[name].copy_(torch.from_numpy(value))
         return total
 
-    if plan.cp > 1 or device.type == "cpu":  # the ranks of a sequence have rows that are not consecutive
-        return trained
-    return values_as_on_a_gpu()(trained)
+    return trained

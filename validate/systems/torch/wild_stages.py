@@ -25,7 +25,11 @@ from validate.systems.torch.passes import Passes, schedule_class
 WIDTH: Final = 64
 VOCABULARY: Final = 1000
 POSITIONS: Final = "positions"
-"""The width of the tensor between blocks, the size of the vocabulary, the input that all stages have."""
+"""The width of the tensor between blocks, the size of the vocabulary, torchtitan's name of positions."""
+
+LABELS: Final = ("labels", "shift_labels")
+OF_ALL: Final = ("position_ids", POSITIONS)
+"""Names of the inputs of the last stage, and of each one."""
 
 EMBEDDING: Final = ("emb_dropout", "wpe", "drop", "embed_positions")
 """Names of modules before the blocks, besides the token embedding."""
@@ -43,9 +47,9 @@ class WildStage(nn.Module):
         self.run = run
         self.plan = plan
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, **named: Tensor) -> Tensor:
         with autocast(self.plan, x.device):
-            return self.run(x, labels)
+            return self.run(x, **named)
 
 
 def loss_of_output(output: Tensor, targets: Tensor) -> Tensor:
@@ -75,10 +79,10 @@ def wild_stage(module: nn.Module, path: str, plan: Plan, stage: int) -> WildStag
         module.embedding = nn.Identity()
     if not last:
         module.head = nn.Identity()
-    return WildStage(module, lambda x, _labels: cast(Tensor, module(x)), plan)
+    return WildStage(module, lambda x: cast(Tensor, module(x)), plan)
 
 
-def _of_transformers(module: Any, *, first: bool, last: bool) -> Callable[[Tensor, Tensor | None], Tensor]:
+def _of_transformers(module: Any, *, first: bool, last: bool) -> Callable[..., Tensor]:
     """The forward function of a stage of a transformers decoder, whose other embedding or head is removed."""
     base = getattr(module.base_model, "decoder", module.base_model)
     if not first:
@@ -91,13 +95,13 @@ def _of_transformers(module: Any, *, first: bool, last: bool) -> Callable[[Tenso
         name = next(name for name in LAST_NORMS if hasattr(base, name))
         setattr(base, name, nn.Identity())
 
-    def run(x: Tensor, labels: Tensor | None) -> Tensor:
-        called = {"input_ids" if first else "inputs_embeds": x}
+    def run(x: Tensor, **named: Tensor) -> Tensor:
+        called = {"input_ids" if first else "inputs_embeds": x, **named}
         if last:
-            return cast(Tensor, module(**called, labels=labels).loss)
+            return cast(Tensor, module(**called).loss)
         return cast(Tensor, base(**called).last_hidden_state)
 
-    def run_blocks(x: Tensor, labels: Tensor | None) -> Tensor:
+    def run_blocks(x: Tensor, labels: Tensor | None = None) -> Tensor:
         for block in base.h if hasattr(base, "h") else base.layers:
             x = block(x, use_cache=False)
         if not last:
@@ -122,14 +126,13 @@ def wild_pipeline(
 ) -> Passes:
     """Forward and backward of one step over this rank's stages by the plan's schedule.
 
-    Stages send each other tensors of this `width`. The last of the `inputs` are the targets; positions are
-    for all stages, the others for the first one only.
-    The loss is computed from the last stage's output, of this `vocabulary`, or (0) it returns the loss, both
-    under autocast.
+    Stages send each other tensors of this `width`. The first of the `inputs` is for the first stage, labels
+    are for the last one, and positions for each. The loss is computed from the last stage's output, of this
+    `vocabulary`, or (0) it returns the loss, both under autocast.
     """
     kind, n, returns_loss = schedule_class(plan), plan.n_micro_batches, not vocabulary
     loss = token_loss if POSITIONS in inputs else loss_of_output
-    output = () if returns_loss else (plan.micro_batch, plan.seq_len, vocabulary)
+    output = () if returns_loss else (plan.micro_batch, plan.local_seq_len, vocabulary)
     made = [_stage(module, i, plan, width, output, mesh, device) for i, module in stages.items()]
 
     def mean(y: Tensor, target: Tensor) -> Tensor:
@@ -142,16 +145,16 @@ def wild_pipeline(
     has_first, has_loss = any(stage.is_first for stage in made), any(stage.is_last for stage in made)
 
     def run() -> float | None:
-        *given, of_loss = inputs
-        targets = inputs[of_loss]
-        named: dict[str, Any] = {name: inputs[name] for name in given if name == POSITIONS}
-        arguments = [inputs[name] for name in given if name not in named] if has_first else ()
+        arguments = [value for name, value in inputs.items() if name not in (*LABELS, *OF_ALL, "targets")]
+        kept = (*LABELS, *OF_ALL) if has_loss else OF_ALL
+        called: dict[str, Any] = {name: value for name, value in inputs.items() if name in kept}
+        called["return_outputs"] = False
         if not has_loss:
-            schedule.step(*arguments, return_outputs=False, **named)
+            schedule.step(*(arguments if has_first else ()), **called)
             return None
-        named |= {"labels": targets} if returns_loss else {}
         losses: list[Tensor] = []
-        schedule.step(*arguments, target=targets, losses=losses, return_outputs=False, **named)
+        targets = inputs[LABELS[0] if returns_loss else "targets"]
+        schedule.step(*(arguments if has_first else ()), target=targets, losses=losses, **called)
         return sum([float(loss.detach()) for loss in losses]) / scaler.get_scale()
 
     return run
@@ -168,7 +171,7 @@ def _stage(
 ) -> PipelineStage:
     compute = torch_dtype(plan.formats.compute)
     dtype = torch_dtype(plan.formats.stored) if plan.mixed and not plan.fsdp else compute
-    shape = plan.micro_batch, plan.seq_len
+    shape = plan.micro_batch, plan.local_seq_len
     between = torch.empty(*shape, width, dtype=dtype, device="meta", requires_grad=True)
     first = torch.empty(shape, dtype=torch.int64, device="meta")
     of_last = torch.empty(output, dtype=compute if output else torch.float32, device="meta")
