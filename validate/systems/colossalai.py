@@ -65,8 +65,9 @@ class ColossalAITraining(Training):
     def update(self) -> None:
         self._zero.step()
         self._zero.zero_grad()
-        if not self._zero.optim.state and self._zero.optim.__class__ is not torch.optim.SGD:
-            raise RuntimeError("Colossal-AI has skipped the step ('Found overflow. Skip step').")
+        scaler = getattr(self._zero.mixed_precision_mixin, "grad_scaler", None)
+        if scaler is not None and scaler._hysteresis_step:  # counts overflows
+            raise RuntimeError("Colossal-AI has skipped a step ('Found overflow. Skip step').")
 
     def weights(self) -> Sequence[Tensor]:
         return list(self._zero._working_param_to_padded_working_param.values())

@@ -35,7 +35,7 @@ class ColossalAIOptions:
     communication_dtype: str = described(
         "none",
         Choice(
-            "The type that gradients are reduced in", choices=("none", *COMMUNICATED), left_out="their own",
+            "The type that gradients are reduced in; none: their own", choices=("none", *COMMUNICATED),
             word="communication",
         ),
     )  # fmt: skip
