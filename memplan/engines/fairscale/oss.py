@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Final, final
 
 from memplan.device import Device
-from memplan.engines.adam import root_and_denominator, updated, updated_at_once
 from memplan.engines.fairscale.options import fairscale_options
 from memplan.engines.stage import WholeStage
+from memplan.engines.weight_updates import Variables, Weight, updated_alone, updated_together
 from memplan.kernels import norm_scratch
 from memplan.memory import Alive
 from memplan.models import Model
@@ -138,13 +138,12 @@ class OSS:
 
     def _adam(self) -> Iterator[Event]:
         """Adam's temporaries: one parameter at a time on CPU, all at once on a GPU."""
-        named = [(p.name, p.n_elements) for p in self.owned]
-        if not self.stage.device.on_cpu:
-            yield from updated_at_once(named, self.stage.dtype)
+        device, optimizer = self.stage.device, self.stage.plan.optimizer
+        weights = [Weight(p.name, p.shape, self.stage.dtype) for p in self.owned]
+        if not device.on_cpu:
+            yield from updated_together(optimizer, weights, device)
             return
-        before: Buffer | None = None
-        for name, n_elements in named:
-            root, denominator = root_and_denominator(name, n_elements, self.stage.dtype)
-            yield from updated(root, denominator, before)
-            before = denominator
-        yield from frees(*[] if before is None else [before])
+        variables = Variables()
+        for weight in weights:
+            yield from updated_alone(optimizer, weight, variables, device)
+        yield from variables.end()

@@ -11,7 +11,7 @@ from memplan.engines.ddp import partial_sum
 from memplan.engines.newton_schulz import STEPS, newton_schulz_products
 from memplan.engines.stage import trained
 from memplan.engines.torch.stage import RankStages, Stage
-from memplan.engines.torch.weight_updates import Variables, Weight, updated_alone, updated_together
+from memplan.engines.weight_updates import Variables, Weight, updated_alone, updated_together
 from memplan.kernels import norm_scratch
 from memplan.mesh import WORLD, Group
 from memplan.placements import Partial, Shard

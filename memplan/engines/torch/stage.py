@@ -20,7 +20,7 @@ from memplan.engines.torch.sharding import (
     zero_redundancy_partition,
 )
 from memplan.engines.torch.trainer import KeptByTrainer, kept_by_trainer
-from memplan.engines.torch.weight_updates import Weight, is_of_8_bits, scalars_of, states_of
+from memplan.engines.weight_updates import Weight, is_of_8_bits, scalars_of, states_of
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided

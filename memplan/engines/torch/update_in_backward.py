@@ -10,14 +10,14 @@ from typing import Self, final
 from memplan.engines.module import PlainModule
 from memplan.engines.torch.optimizer import implementation
 from memplan.engines.torch.stage import Stage
-from memplan.engines.torch.weight_updates import (
+from memplan.engines.trace import Segment
+from memplan.engines.weight_updates import (
     Variables,
     Weight,
     states_of,
     updated_alone,
     updated_together,
 )
-from memplan.engines.trace import Segment
 from memplan.record import AccumulateGrad, Event, allocs, frees
 from memplan.shapes import Parameter
 

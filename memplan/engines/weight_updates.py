@@ -219,7 +219,7 @@ def _norm(device: Device, weight: Weight, of: str, dtype: DType | None = None) -
     norm = weight.buffer(f"norm of the {of}", (), dtype)
     scratch = [
         Buffer(f"{weight.name} (sums of squares)", (), FP32, n_bytes, "temporaries")
-        for n_bytes in norm_scratch(device, weight.buffer("").n_bytes // weight.dtype.itemsize, itemsize=4)
+        for n_bytes in norm_scratch(device, prod(weight.shape), itemsize=FP32.itemsize)
     ]
     return *allocs(norm, *scratch), *frees(*scratch, norm)
 
