@@ -154,6 +154,7 @@ def test_torchao_keeps_a_scale_for_each_block_and_looks_codes_up_in_wide_copies(
         ({"optimizer": "rmsprop", "tp": 2}, "with tp=2 has no rule yet"),
         ({"optimizer": "nadam", "dp": 2, "zero": 3, "fsdp_version": 1}, "fsdp_version=1 has no rule yet"),
         ({"optimizer": "adagrad", "optimizer_impl": "fused"}, "impl='fused' has no rule yet"),
+        ({"optimizer": "adamw-fp8-torchao", "dp": 2, "zero": 3}, "with zero=3 has no rule yet"),
         ({"optimizer": "adamw-8bit-torchao", "dp": 2, "zero": 1}, "with zero=1 has no rule yet"),
         ({"optimizer": "adamw-8bit-torchao", "optimizer_in_backward": True}, "has no rule yet"),
         ({"optimizer": "radam", "engine": "deepspeed", "dp": 2}, "has no rule for torch.optim.RAdam"),

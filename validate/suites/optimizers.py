@@ -129,7 +129,6 @@ OF_TORCHAO_AT_TRUE_SIZE: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("qwen3-0.6b", "huggingface", {"optimizer": "adamw-8bit-torchao", "dp": 8, "clip_grad_norm": 1.0}),
     ("llama-3-8b", "torchtitan", {"optimizer": "adamw-8bit-torchao", "dp": 8, "zero": 3}),
     ("llama-3-8b", "torchtitan", {"optimizer": "adamw-4bit-torchao", "dp": 16, "dp_replicate": 2, "zero": 3}),
-    ("llama-3-8b", "huggingface", {"optimizer": "adamw-fp8-torchao", "dp": 8, "zero": 2}),
 )
 """torchao's AdamW, of few bits or with weights rounded at random."""
 

@@ -382,6 +382,10 @@ def _check_bitsandbytes(model: Model, plan: Plan) -> None:
     _check_beside_optimizer(plan, "an optimizer of bitsandbytes", *own)
 
 
+TORCHAO_SHARDED: Final = ("adamw-8bit-torchao", "adamw-4bit-torchao")
+"""torchao's optimizers that have rules for sharded weights."""
+
+
 def _check_torchao(model: Model, plan: Plan) -> None:
     """Raise for what has no rule beside torchao's optimizers."""
     if plan.kept.package != "torchao":
@@ -389,6 +393,7 @@ def _check_torchao(model: Model, plan: Plan) -> None:
     options = torch_options(plan)
     own = (
         (plan.zero == 1, "zero=1"),
+        (plan.fsdp and plan.optimizer not in TORCHAO_SHARDED, f"zero={plan.zero}"),
         (plan.fsdp and options.fsdp_version == 1, "fsdp_version=1"),
         (plan.offload, "offload=True"),
         (options.optimizer_in_backward, "optimizer_in_backward=True"),

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from memplan import Plan
 from memplan.engines.torch.options import torch_options
 from memplan.optimizers import KEPT
+from validate.systems.torch.compiled import without_modes
 
 ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "sgd-momentum": {"momentum": 0.9},
@@ -161,7 +162,10 @@ def _optimizer(
     if one_by_one:
         return kind(parameters, **options)
     groups = [parameters] if plan.ep > 1 and plan.fsdp else by_mesh(parameters)
-    return kind([{"params": group} for group in groups], **options)
+    made = kind([{"params": group} for group in groups], **options)
+    if plan.kept.package == "torchao":
+        made.step = without_modes(made.step)  # type: ignore[method-assign]
+    return made
 
 
 def optimizer_class(name: str) -> Callable[..., Optimizer]:
