@@ -738,7 +738,7 @@ def estimate(
         precision: "fp32", "bf16", "bf16-autocast" (weights in bfloat16 under autocast), "bf16-reduce-fp32"
             (FSDP's reduce_dtype), "bf16-mixed", "bf16-mixed-reduce-bf16" (as Accelerate and transformers'
             Trainer set FSDP up) or "fp16-mixed" (with a loss scaler).
-        optimizer: "sgd", "sgd-momentum", "adam" or "adamw".
+        optimizer: "sgd", "sgd-momentum", "adam", "adamw", or one of `memplan.optimizers.OPTIMIZERS`.
         recompute: "none", "selective" (pointwise work only) or "full" (all of a block but its input).
         recompute_blocks: recompute only the first N blocks of each stage; left out, all.
         schedule: "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv" or "dualpipe-v".

@@ -8,6 +8,17 @@ Optimizer = Literal[
     "adam",
     "adamw",
     "muon",
+    "adafactor",
+    "adafactor-transformers",
+    "rmsprop",
+    "adagrad",
+    "nadam",
+    "radam",
+    "adamax",
+    "adamw-8bit-torchao",
+    "adamw-4bit-torchao",
+    "adamw-fp8-torchao",
+    "adamw-torchao",
     "adamw-8bit",
     "paged-adamw-8bit",
     "paged-adamw-32bit",
@@ -25,53 +36,94 @@ class Kept(NamedTuple):
     """What an optimizer keeps of each weight.
 
     Attributes:
+        code: its class, as `module:name`.
         moments: the tensors, as its code names them.
+        factored: those of a tensor of two dims or more in place of `moments`: one over its rows, one over its
+            columns.
+        scalars: its float32 scalars, on the host unless the update is fused.
+        device_scalars: its float32 scalars that are where the weight is.
         others: AdamW's tensors for the weights that Muon does not update, all but the blocks' matrices.
             None: one optimizer updates all weights.
-        bits: of an element of them, by bitsandbytes; None: by PyTorch, in the weight's type.
+        bits: of an element of them; None: as many as the weight's.
         paged: large ones are in memory that CUDA moves between GPU and host.
+        made_with_it: when it is constructed, not by its first step.
     """
 
+    code: str
     moments: tuple[str, ...] = ()
+    factored: tuple[str, str] | None = None
+    scalars: tuple[str, ...] = ()
+    device_scalars: tuple[str, ...] = ()
     others: tuple[str, ...] | None = None
-    bits: Literal[8, 32] | None = None
+    bits: Literal[4, 8, 32] | None = None
     paged: bool = False
+    made_with_it: bool = False
+
+    @property
+    def package(self) -> str:
+        """The package that it is of: "torch", "torchao", "transformers" or "bitsandbytes"."""
+        return self.code.partition(".")[0]
+
+    @property
+    def whose(self) -> str:
+        """The words for it in errors."""
+        return f"{self.package}' optimizers" if self.package != "torch" else self.code.replace(":", ".")
 
     @property
     def least_share(self) -> float:
         """Bytes on the GPU for each byte of weights of 32 bits or fewer, at least."""
-        if self.bits is None:
-            return len(self.moments)
-        return 0.0 if self.paged else len(self.moments) * self.bits / 32
+        if self.paged or self.factored is not None:
+            return 0.0
+        return len(self.moments) * (1 if self.bits is None else self.bits / 32)
 
 
 ADAM: Final = ("exp_avg", "exp_avg_sq")
+STEP: Final = ("step",)
 TWO_STATES: Final = ("state1", "state2")
 
 KEPT: Final[dict[str, Kept]] = {
-    "sgd": Kept(),
-    "sgd-momentum": Kept(("momentum",)),
-    "adam": Kept(ADAM),
-    "adamw": Kept(ADAM),
-    "muon": Kept(("momentum_buffer",), others=ADAM),
-    "adamw-8bit": Kept(TWO_STATES, bits=8),
-    "paged-adamw-8bit": Kept(TWO_STATES, bits=8, paged=True),
-    "paged-adamw-32bit": Kept(TWO_STATES, bits=32, paged=True),
-    "adamw-32bit": Kept(TWO_STATES, bits=32),
-    "lion-8bit": Kept(TWO_STATES[:1], bits=8),
-    "lion-32bit": Kept(TWO_STATES[:1], bits=32),
-    "paged-lion-8bit": Kept(TWO_STATES[:1], bits=8, paged=True),
-    "paged-lion-32bit": Kept(TWO_STATES[:1], bits=32, paged=True),
+    "sgd": Kept("torch.optim:SGD"),
+    "sgd-momentum": Kept("torch.optim:SGD", ("momentum",)),
+    "adam": Kept("torch.optim:Adam", ADAM, scalars=STEP),
+    "adamw": Kept("torch.optim:AdamW", ADAM, scalars=STEP),
+    "muon": Kept("torch.optim:Muon", ("momentum_buffer",), others=ADAM),
+    "adafactor": Kept("torch.optim:Adafactor", ("variance",), ("row_var", "col_var"), STEP),
+    "adafactor-transformers": Kept(
+        "transformers.optimization:Adafactor",
+        ("exp_avg_sq",),
+        ("exp_avg_sq_row", "exp_avg_sq_col"),
+        device_scalars=("RMS",),
+        bits=32,
+    ),
+    "rmsprop": Kept("torch.optim:RMSprop", ("square_avg",), scalars=STEP),
+    "adagrad": Kept("torch.optim:Adagrad", ("sum",), scalars=STEP, made_with_it=True),
+    "nadam": Kept("torch.optim:NAdam", ADAM, scalars=(*STEP, "mu_product")),
+    "radam": Kept("torch.optim:RAdam", ADAM, scalars=STEP),
+    "adamax": Kept("torch.optim:Adamax", ("exp_avg", "exp_inf"), scalars=STEP),
+    "adamw-8bit-torchao": Kept("torchao.optim:AdamW8bit", ADAM, scalars=STEP, bits=8),
+    "adamw-4bit-torchao": Kept("torchao.optim:AdamW4bit", ADAM, scalars=STEP, bits=4),
+    "adamw-fp8-torchao": Kept("torchao.optim:AdamWFp8", ADAM, scalars=STEP, bits=8),
+    "adamw-torchao": Kept("torchao.optim.adam:_AdamW", ADAM, scalars=STEP),
+    "adamw-8bit": Kept("bitsandbytes.optim:AdamW8bit", TWO_STATES, bits=8),
+    "paged-adamw-8bit": Kept("bitsandbytes.optim:PagedAdamW8bit", TWO_STATES, bits=8, paged=True),
+    "paged-adamw-32bit": Kept("bitsandbytes.optim:PagedAdamW32bit", TWO_STATES, bits=32, paged=True),
+    "adamw-32bit": Kept("bitsandbytes.optim:AdamW32bit", TWO_STATES, bits=32),
+    "lion-8bit": Kept("bitsandbytes.optim:Lion8bit", TWO_STATES[:1], bits=8),
+    "lion-32bit": Kept("bitsandbytes.optim:Lion32bit", TWO_STATES[:1], bits=32),
+    "paged-lion-8bit": Kept("bitsandbytes.optim:PagedLion8bit", TWO_STATES[:1], bits=8, paged=True),
+    "paged-lion-32bit": Kept("bitsandbytes.optim:PagedLion32bit", TWO_STATES[:1], bits=32, paged=True),
 }
 """By the optimizer's name."""
 
-OF_TORCH: Final = tuple([name for name, kept in KEPT.items() if kept.bits is None and kept.others is None])
-"""PyTorch's own that update every weight."""
+COMMON: Final = ("sgd", "sgd-momentum", "adam", "adamw")
+"""Those that every engine has rules for."""
 
-OF_BITSANDBYTES: Final = tuple([name for name, kept in KEPT.items() if kept.bits is not None])
+OF_BITSANDBYTES: Final = tuple([name for name, kept in KEPT.items() if kept.package == "bitsandbytes"])
+
+OF_TORCHAO: Final = tuple([name for name, kept in KEPT.items() if kept.package == "torchao"])
 
 LEAST_OF_8_BITS: Final = 4096
-"""Elements of the smallest weight whose state is of eight bits (`min_8bit_size`)."""
+"""Elements of the smallest weight whose state is of few bits (bitsandbytes' `min_8bit_size`)."""
 
 LEAST_PAGED: Final = 100_000
 """Elements of the smallest weight whose state is paged (`get_state_buffer`)."""

@@ -128,11 +128,9 @@ ROWS: Final = (
     NotModelled(
         "an optimizer in 8 bits",
         "would keep each moment in one byte a weight and a scale for each block of weights",
-        "use adamw-8bit, whose state is as large, or adamw, which holds more",
+        "use adamw-8bit, whose state is as large, or adamw-8bit-torchao or adamw-4bit-torchao",
         values={
-            "optimizer": (
-                "adam8bit adam-bnb-8bit paged-adam-8bit ademamix-8bit sgd-8bit adamw4bit adam4bit adamwfp8"
-            ),
+            "optimizer": "adam8bit adam-bnb-8bit paged-adam-8bit ademamix-8bit sgd-8bit adam4bit adamfp8",
         },
     ),
     NotModelled(
@@ -144,11 +142,11 @@ ROWS: Final = (
         },
     ),
     NotModelled(
-        "a factored second moment",
-        "would keep a row and a column for each matrix",
-        "use sgd, which keeps nothing, for the least, and sgd-momentum if it keeps a first moment",
+        "a factored second moment with a factored confidence",
+        "would keep a first moment, and two rows and two columns for each matrix",
+        "use adamw, which holds more",
         values={
-            "optimizer": "adafactor came",
+            "optimizer": "came",
         },
     ),
     NotModelled(
@@ -156,7 +154,7 @@ ROWS: Final = (
         "keeps as much between steps, but other temporaries in a step",
         "use lion-32bit for bitsandbytes' Lion, else sgd-momentum for the states",
         values={
-            "optimizer": "lion adagrad rmsprop lars signum tiger",
+            "optimizer": "lion lars signum tiger",
         },
     ),
     NotModelled(
@@ -165,7 +163,7 @@ ROWS: Final = (
         "use adamw for the states",
         values={
             "optimizer": (
-                "adamax nadam radam adadelta lamb sophia sophiag adabelief adan adamw-schedulefree "
+                "adadelta lamb sophia sophiag adabelief adan adamw-schedulefree "
                 "schedule-free-adamw schedulefree adam-schedulefree stableadamw"
             ),
         },

@@ -30,7 +30,7 @@ from memplan.errors import ContradictoryEstimate, MissingRule, PlanRefused
 from memplan.estimate import StageEstimate, estimate_plan, rank_estimate
 from memplan.memory import n_bytes_of, running_bytes
 from memplan.models import Decoder, Layers, Model, preset
-from memplan.optimizers import OF_TORCH
+from memplan.optimizers import COMMON
 from memplan.plan import (
     RECOMPUTES,
     Rank,
@@ -141,7 +141,7 @@ def cases(draw: st.DrawFn, /, **fixed: st.SearchStrategy[Any]) -> Case:
         "sequence_parallel": draw(st.booleans()) if tp > 1 else False,
         "seq_len": draw(st.sampled_from([4, 8, 16])),
         "precision": field("precision", st.sampled_from(tuple(PRECISIONS.own))),
-        "optimizer": field("optimizer", st.sampled_from(OF_TORCH)),
+        "optimizer": field("optimizer", st.sampled_from(COMMON)),
         "optimizer_impl": field("optimizer_impl", st.sampled_from(OPTIMIZER_IMPLS)),
         "clip_grad_norm": field("clip_grad_norm", st.sampled_from([None, 1.0])),
         "set_to_none": field("set_to_none", st.booleans()),
@@ -826,7 +826,7 @@ anything = st.fixed_dictionaries(
         "schedule": st.sampled_from(tuple(SCHEDULES.own)),
         "virtual_stages": st.sampled_from([1, 1, 2]),
         "precision": st.sampled_from(tuple(PRECISIONS.own)),
-        "optimizer": st.sampled_from(OF_TORCH),
+        "optimizer": st.sampled_from(COMMON),
         "optimizer_impl": st.sampled_from(OPTIMIZER_IMPLS),
         "set_to_none": st.booleans(),
         "tied_head": st.booleans(),

@@ -208,9 +208,9 @@ ASKED = [
     (["--ulysses", "2"], {"ulysses": 2}, "ulysses"),
     (["--torch-compile"], {"torch_compile": True}, "torch_compile"),
     (["--compile", "model"], {"compile": "model"}, "compile='model'"),
-    (["--optimizer", "adamw4bit"], {"optimizer": "adamw4bit"}, "optimizer='adamw4bit'"),
+    (["--optimizer", "adam4bit"], {"optimizer": "adam4bit"}, "optimizer='adam4bit'"),
     (["--optimizer", "paged_adam_8bit"], {"optimizer": "paged_adam_8bit"}, "optimizer='paged_adam_8bit'"),
-    (["--optimizer", "adafactor"], {"optimizer": "adafactor"}, "optimizer='adafactor'"),
+    (["--optimizer", "came"], {"optimizer": "came"}, "optimizer='came'"),
     (["--optimizer", "Lion"], {"optimizer": "Lion"}, "optimizer='Lion'"),
     (["--optimizer", "muonclip"], {"optimizer": "muonclip"}, "optimizer='muonclip'"),
 ]

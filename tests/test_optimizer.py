@@ -13,6 +13,7 @@ from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of, with_said
 from memplan.errors import MemplanError
 from memplan.estimate import StageEstimate, rank_estimate
+from memplan.hardware import gpu
 from memplan.plan import Rank
 from memplan.record import Compute, Stretch
 from memplan.time.step import model_flops
@@ -95,6 +96,75 @@ def test_muon_keeps_a_moment_of_the_blocks_matrices_and_leaves_the_rest_to_adamw
     assert states.optimizer_bytes / 2 <= fullest < states.optimizer_bytes
 
 
+MATRICES = [(40, 8), *[(8, 8), (4, 8), (4, 8), (8, 8), (16, 8), (16, 8), (8, 16)] * 2, (40, 8)]
+N_VECTORS = 5
+
+
+def test_adafactor_keeps_a_row_and_a_column_and_the_update_before_beside_the_next():
+    """The head's update, the mean of its rows and columns, and the norm's update and squared gradient."""
+    factors = sum(rows + columns for rows, columns in MATRICES)
+    alone = estimated(optimizer="adafactor")
+    assert alone.states.optimizer_bytes == 4 * (factors + N_VECTORS * NORM + N_PARAMETERS)
+    assert part(alone.record.step, "optimizer step").high_bytes == 4 * (TABLE + 2 * NORM + 40 + 8)
+    assert step_high_bytes(optimizer="adafactor", optimizer_impl="foreach") == 4 * (WEIGHTS)
+
+
+def test_transformers_adafactor_holds_bfloat16_weights_gradients_and_two_updates_in_float32():
+    found = estimated(optimizer="adafactor-transformers", precision="bf16")
+    factors = sum(rows + columns for rows, columns in MATRICES)
+    assert found.states.optimizer_bytes == 4 * (factors + N_VECTORS * NORM + N_PARAMETERS)
+    assert part(found.record.step, "optimizer step").high_bytes == 4 * (4 * TABLE + 40 + 8)
+
+
+@pytest.mark.parametrize(
+    "optimizer, of_list, of_loop",
+    [("rmsprop", 1, 1), ("adagrad", 2, 1), ("nadam", 1, 2), ("radam", 1, 5), ("adamax", 1, 1)],
+)
+def test_the_temporaries_of_others_for_each_element(optimizer, of_list, of_loop):
+    """Of all weights, or of the largest, beside what the one before left."""
+    assert step_high_bytes(optimizer=optimizer, optimizer_impl="foreach") == 4 * of_list * WEIGHTS
+    left = 0 if optimizer in ("adamax", "radam") else NORM
+    assert step_high_bytes(optimizer=optimizer) == 4 * (of_loop * TABLE + left)
+
+
+@pytest.mark.parametrize(
+    "name, state, in_step",
+    [("8bit", 2 * (1 + 4 / 256), 8), ("4bit", 2 * (1 / 2 + 4 / 128), 24), ("fp8", 2 * (1 + 4 / 256), 0)],
+)
+def test_torchao_keeps_a_scale_for_each_block_and_looks_codes_up_in_wide_copies(name, state, in_step):
+    """In a step of the largest weight; the moments of small weights have their type."""
+    model = replace(MODEL, d_model=512, d_head=128, vocab_size=4096, d_ff=512)
+    plan = plan_of(seq_len=4, precision="bf16", optimizer=f"adamw-{name}-torchao")
+    found = rank_estimate(model, plan, Rank(), gpu("h100-sxm").device)
+    attention = 2 * 512 * 512 + 2 * 256 * 512
+    large, n_large = 2 * (4096 * 512) + 2 * (attention + 3 * 512 * 512), 2 + 2 * 7
+    maps = 0 if name == "fp8" else 2 * n_large * 4 * 2 ** int(name[0])
+    steps = 4 * (n_large + N_VECTORS)
+    assert found.states.optimizer_bytes == large * state + maps + steps + N_VECTORS * 512 * 2 * 2
+    scales = 2 * 4 / (128 if name == "4bit" else 256)
+    assert part(found.record.step, "optimizer step").high_bytes == 4096 * 512 * (in_step + scales)
+
+
+@pytest.mark.parametrize(
+    "plan, error",
+    [
+        ({"optimizer": "adafactor", "dp": 2, "zero": 3, "fsdp_version": 1}, "which is a vector"),
+        ({"optimizer": "adafactor", "dp": 2, "tp": 2}, "with tp=2 has no rule yet"),
+        ({"optimizer": "adafactor-transformers", "optimizer_impl": "foreach"}, "has no rule yet"),
+        ({"optimizer": "rmsprop", "tp": 2}, "with tp=2 has no rule yet"),
+        ({"optimizer": "nadam", "dp": 2, "zero": 3, "fsdp_version": 1}, "fsdp_version=1 has no rule yet"),
+        ({"optimizer": "adagrad", "optimizer_impl": "fused"}, "impl='fused' has no rule yet"),
+        ({"optimizer": "adamw-fp8-torchao", "dp": 2, "zero": 3}, "with zero=3 has no rule yet"),
+        ({"optimizer": "adamw-8bit-torchao", "dp": 2, "zero": 1}, "with zero=1 has no rule yet"),
+        ({"optimizer": "adamw-8bit-torchao", "optimizer_in_backward": True}, "has no rule yet"),
+        ({"optimizer": "radam", "engine": "deepspeed", "dp": 2}, "has no rule for torch.optim.RAdam"),
+    ],
+)
+def test_what_an_optimizer_has_no_rule_for_is_refused(plan, error):
+    with pytest.raises(MemplanError, match=error):
+        check_plan(MODEL, plan_of(**{"seq_len": 4, **plan}))
+
+
 @pytest.mark.parametrize(
     "plan, error",
     [
@@ -102,7 +172,7 @@ def test_muon_keeps_a_moment_of_the_blocks_matrices_and_leaves_the_rest_to_adamw
         ({"tp": 2}, "with tp=2 has no rule yet"),
         ({"optimizer_impl": "fused"}, "with optimizer_impl='fused' has no rule yet"),
         ({"dp": 2, "zero": 3, "fsdp_version": 1}, "Muon only supports 2D parameters"),
-        ({"engine": "textbook"}, "engine='textbook' has no rule for Muon"),
+        ({"engine": "textbook"}, "engine='textbook' has no rule for torch.optim.Muon"),
     ],
 )
 def test_what_muon_has_no_rule_for_is_refused(plan, error):
@@ -165,6 +235,12 @@ def test_zeroed_gradients_are_held_between_steps():
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"dp": 2, "zero": 3, "optimizer": "adafactor"},
+        "in-place operations that require placement changes are not supported",
+    ),
+    ({"tp": 2, "optimizer": "adafactor"}, "in-place operations that require placement changes"),
+    ({"dp": 2, "zero": 2, "optimizer": "adafactor-transformers"}, "got mixed torch.Tensor and DTensor"),
     ({"dp": 2, "zero": 3, "optimizer": "sgd", "optimizer_impl": "fused"}, "aten._fused_sgd_.default"),
     ({"tp": 2, "optimizer_impl": "foreach", "set_to_none": False}, "got mixed torch.Tensor and DTensor"),
     ({"tp": 2, "precision": "fp16-mixed"}, "got mixed torch.Tensor and DTensor"),

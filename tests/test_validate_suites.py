@@ -8,7 +8,7 @@ import pytest
 from memplan import Plan
 from memplan.engines.checks import check_plan
 from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, UnknownName
-from memplan.optimizers import OF_TORCH
+from memplan.optimizers import COMMON
 from memplan.plan import FIELDS, RECOMPUTES, stage_layers
 from validate.cases import Case
 from validate.suites import SUITES, suite
@@ -21,7 +21,7 @@ def test_the_quick_suite_covers_what_can_be_asked():
     assert len(plans) >= 36
     assert {plan.zero for plan in plans} == {0, 1, 2, 3}
     assert {plan.precision for plan in plans} == {"fp32", "bf16", "bf16-mixed"}
-    assert {plan.optimizer for plan in plans} == set(OF_TORCH)
+    assert {plan.optimizer for plan in plans} == set(COMMON)
     assert {plan.recompute for plan in plans} == {"none", "full"}
     assert {plan.schedule for plan in plans if plan.pp > 1} == {"gpipe", "1f1b"}
     assert {plan.sequence_parallel for plan in plans if plan.tp > 1} == {False, True}
@@ -93,10 +93,10 @@ def test_the_matrix_has_every_pair_of_values_that_no_rule_keeps_apart():
     pairs = {
         (one, other)
         for case in suite("matrix")
-        for one, other in product((("fp32",), ("bf16",), ("bf16-mixed",)), OF_TORCH)
+        for one, other in product((("fp32",), ("bf16",), ("bf16-mixed",)), COMMON)
         if (case.plan.precision,) == one and case.plan.optimizer == other
     }
-    assert len(pairs) == 3 * len(OF_TORCH)
+    assert len(pairs) == 3 * len(COMMON)
 
 
 SUITE = """

@@ -26,8 +26,11 @@ from validate.gpus import Gpus
 from validate.nogpu import RecordStream
 from validate.shipped import data_folder
 
-LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1}
-"""Large enough that a few steps on the same tokens move the loss far, so that a wrong gradient shows."""
+LEARNING_RATES: Final = {"sgd": 0.5, "sgd-momentum": 0.1, "rmsprop": 1e-4}
+"""Large enough that a few steps on the same tokens move the loss far, so that a wrong gradient shows.
+
+RMSprop's first step is ten times its rate.
+"""
 
 ADAM_RATE: Final = 0.003
 """That of all other optimizers."""

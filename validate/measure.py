@@ -53,6 +53,9 @@ class States:
     optimizer_bytes: int
 
 
+UNRECTIFIED_STEPS: Final = 5
+"""The steps after which RAdam's loop has the temporaries of the rest (beta2 of 0.999)."""
+
 ALLOCATOR_STEPS: Final = frozenset({1, 2, 10})
 """Steps after which CUDA's allocator is asked for its peaks so far, besides the last: it settles early."""
 
@@ -213,7 +216,7 @@ def n_warm_up(case: Case) -> int:
     """
     static_graph: bool = option(case.plan, "static_graph", False)
     if case.tensors == "real":
-        return WARM_UP_STEPS + static_graph
+        return WARM_UP_STEPS + static_graph + (UNRECTIFIED_STEPS if case.plan.optimizer == "radam" else 0)
     if not case.plan.ddp:
         return 1
     compresses: bool = option(case.plan, "ddp_comm_hook", "none") == "powersgd"

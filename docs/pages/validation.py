@@ -24,7 +24,7 @@ SUITES: Final = {
     "adapters": "LoRA and QLoRA by PEFT and bitsandbytes",
     "compiled": "blocks under torch.compile",
     "float8": "linears in float8 by torchao",
-    "optimizers": "Muon, bitsandbytes' optimizers, and optimizers in the backward pass",
+    "optimizers": "optimizers of PyTorch, transformers, torchao and bitsandbytes, and in the backward pass",
     "losses": "Liger's fused linear cross-entropy",
     "no-sync": "FSDP2 that accumulates whole gradients",
     "offloading": "inputs of recomputed blocks on the host",

@@ -16,7 +16,7 @@ from memplan.hardware import gpu
 from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.mesh import AXES, VIEWS, Group, axis_names
 from memplan.models import Model
-from memplan.optimizers import OF_TORCH
+from memplan.optimizers import COMMON
 from memplan.plan import Plan, Rank
 from memplan.record import CollectiveKind, Compute, Stretch
 from memplan.registry import Registry
@@ -214,7 +214,7 @@ class Engine(ABC):
 
     trains_adapters: ClassVar[bool] = False
     """Whether it has rules for adapters beside frozen weights."""
-    optimizers: ClassVar[tuple[str, ...]] = OF_TORCH
+    optimizers: ClassVar[tuple[str, ...]] = COMMON
     """The optimizers that it has rules for, but for those that its refusals name."""
     axes: ClassVar[tuple[str, ...]] = ()
     """The axes of the mesh that it knows; a plan with several ranks along another one is refused."""
@@ -278,9 +278,8 @@ class Engine(ABC):
             )
 
     def _check_optimizer(self, model: Model, plan: Plan) -> None:
-        kept = plan.kept
         if plan.optimizer not in self.optimizers:
-            whose = "bitsandbytes' optimizers" if kept.others is None else "Muon"
+            whose = plan.kept.whose
             raise MissingRule(
                 f"optimizer={plan.optimizer!r}: engine={self.name!r} has no rule for {whose}; use adamw, or "
                 "engine='torch'.",

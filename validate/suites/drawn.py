@@ -6,7 +6,7 @@ from typing import Any
 from memplan import Gpt, Llama, MemplanError, Plan
 from memplan.engines.checks import check_plan
 from memplan.models import Decoder
-from memplan.optimizers import OF_TORCH
+from memplan.optimizers import COMMON
 from validate.cases import Case
 
 
@@ -55,7 +55,7 @@ def _drawn_settings(random: Random) -> dict[str, Any]:
         "global_batch": dp * micro_batch * (random.randint(1, 4) if pp == 1 else random.randint(pp, pp + 3)),
         "seq_len": random.choice((32, 64, 128, 200)),
         "precision": random.choice(("fp32", "bf16", "bf16-mixed")),
-        "optimizer": random.choice(OF_TORCH),
+        "optimizer": random.choice(COMMON),
         "recompute": random.choice(("none", "none", "full")),
         "schedule": random.choice(("gpipe", "1f1b")),
     }

@@ -1,4 +1,4 @@
-"""Optimizers other than SGD and Adam: Muon on CPU ranks, and all of them at true size on GPUs.
+"""Optimizers other than SGD and Adam on CPU ranks, and at true size on GPUs.
 
 The plans are flat lists.
 """
@@ -32,12 +32,46 @@ OF_MUON: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
 )
 """Muon of memplan's own modules, on one rank, under DDP and ZeRO-1, and in pipelines."""
 
+LOOP: Final[dict[str, Any]] = {"optimizer_impl": "for-loop"}
+FOREACH: Final[dict[str, Any]] = {"optimizer_impl": "foreach"}
+
+OTHERS: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
+    (LLAMA, {"optimizer": "adafactor", "precision": "fp32"}),
+    (LLAMA, {"optimizer": "adafactor", "precision": "bf16", "clip_grad_norm": 1.0}),
+    (GPT, {"optimizer": "adafactor", "precision": "fp32", **FOREACH}),
+    (LLAMA, {"optimizer": "adafactor", "precision": "bf16", **FOREACH}),
+    (GPT_TIED, {"optimizer": "adafactor", "precision": "fp16-mixed", "set_to_none": False}),
+    (LLAMA, {"optimizer": "adafactor", "precision": "fp32", "dp": 2, "zero": 1}),
+    (LLAMA_ODD, {"optimizer": "adafactor", "dp": 3, **FOREACH}),
+    (LLAMA, {"optimizer": "adafactor-transformers", "precision": "fp32"}),
+    (LLAMA, {"optimizer": "adafactor-transformers", "precision": "bf16", "recompute": "full"}),
+    (LLAMA, {"optimizer": "adafactor-transformers", "precision": "bf16", "dp": 2, "zero": 1}),
+    (LLAMA_ODD, {"optimizer": "adafactor-transformers", "precision": "bf16", "dp": 3}),
+    (GPT, {"optimizer": "adafactor-transformers", "pp": 2}),
+    (GPT, {"optimizer": "rmsprop", "precision": "fp32"}),
+    (GPT, {"optimizer": "rmsprop", "dp": 2, "zero": 3, **FOREACH}),
+    (LLAMA, {"optimizer": "rmsprop", "precision": "bf16", "pp": 2}),
+    (LLAMA_ODD, {"optimizer": "adagrad", "precision": "fp32", "dp": 3, "zero": 1, "clip_grad_norm": 1.0}),
+    (GPT, {"optimizer": "adagrad", "precision": "fp32", **FOREACH}),
+    (LLAMA, {"optimizer": "adagrad", "dp": 4, "dp_replicate": 2, "zero": 3}),
+    (GPT, {"optimizer": "nadam", "precision": "fp16-mixed"}),
+    (LLAMA, {"optimizer": "nadam", "precision": "bf16", "dp": 2, "zero": 2, **FOREACH}),
+    (LLAMA_ODD, {"optimizer": "radam", "dp": 3, "zero": 3}),
+    (GPT, {"optimizer": "radam", "precision": "fp32", **FOREACH}),
+    (GPT, {"optimizer": "adamax", "precision": "bf16", "dp": 4, "dp_replicate": 2, "zero": 2}),
+    (LLAMA, {"optimizer": "adamax", "precision": "fp32", **FOREACH}),
+)
+"""Adafactor of PyTorch and of transformers, and PyTorch's other optimizers."""
+
 IN_BACKWARD: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
     (LLAMA, {"precision": "fp32"}),
     (GPT, {"precision": "bf16", "optimizer_impl": "foreach"}),
     (LLAMA_ODD, {"micro_batch": 2, "recompute": "full", "optimizer_impl": "fused"}),
     (GPT_TIED, {"optimizer": "sgd-momentum", "recompute": "selective"}),
     (LLAMA, {"precision": "bf16", "optimizer": "sgd", "loss_chunks": 3}),
+    (LLAMA, {"precision": "bf16", "optimizer": "adafactor"}),
+    (LLAMA, {"precision": "bf16", "optimizer": "adafactor-transformers"}),
+    (GPT, {"precision": "bf16", "optimizer": "nadam"}),
 )
 """Optimizers that step within the backward pass, on one rank."""
 
@@ -62,6 +96,42 @@ OF_ZERO_1: Final[dict[str, Any]] = {"precision": "bf16-mixed", "dp": 8, "zero": 
 
 WHOLE: Final = (("llama-3.2-1b", "reference"), ("qwen3-0.6b", "huggingface"))
 
+OTHERS_AT_TRUE_SIZE: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
+    ("llama-3-8b", "huggingface", {"optimizer": "adafactor", "precision": "bf16", "recompute": "full"}),
+    ("llama-3-8b", "torchtitan", {"optimizer": "adafactor", "precision": "bf16", **FOREACH}),
+    ("llama-3.2-1b", "reference", {"optimizer": "adafactor", "precision": "fp32", "recompute": "full"}),
+    ("qwen3-0.6b", "huggingface", {"optimizer": "adafactor", "clip_grad_norm": 1.0, **FOREACH}),
+    ("qwen3-0.6b", "huggingface", {"optimizer": "adafactor", "dp": 8, "zero": 1}),
+    ("llama-3-8b", "huggingface", {"optimizer": "adafactor-transformers", "precision": "bf16"}),
+    ("llama-3.2-1b", "huggingface", {"optimizer": "adafactor-transformers", "dp": 8}),
+    ("llama-3.2-1b", "reference", {"optimizer": "adafactor-transformers", "dp": 8, "zero": 1}),
+    ("qwen3-0.6b", "huggingface", {"optimizer": "adafactor-transformers", "micro_batch": 2}),
+    ("llama-3-8b", "huggingface", {"optimizer": "rmsprop", "precision": "bf16", "recompute": "full"}),
+    ("llama-3-8b", "torchtitan", {"optimizer": "rmsprop", "dp": 8, "zero": 3, **LOOP}),
+    ("llama-3.2-1b", "reference", {"optimizer": "adagrad", "precision": "bf16"}),
+    ("llama-3-8b", "torchtitan", {"optimizer": "adagrad", "dp": 8, "zero": 3}),
+    ("llama-3.2-1b", "huggingface", {"optimizer": "nadam", "dp": 8, "zero": 1}),
+    ("llama-3-8b", "huggingface", {"optimizer": "nadam", "dp": 8, "zero": 2, "recompute": "full"}),
+    ("llama-3.2-1b", "reference", {"optimizer": "radam", "recompute": "full"}),
+    ("llama-3-8b", "torchtitan", {"optimizer": "radam", "dp": 16, "dp_replicate": 2, "zero": 3}),
+    ("llama-3.2-1b", "huggingface", {"optimizer": "adamax", "precision": "bf16", **LOOP}),
+    ("llama-3-8b", "torchtitan", {"optimizer": "adamax", "dp": 8, "zero": 3, "clip_grad_norm": 1.0}),
+)
+"""Adafactor of PyTorch and of transformers, and PyTorch's other optimizers."""
+
+OF_TORCHAO_AT_TRUE_SIZE: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
+    ("llama-3.2-1b", "reference", {"optimizer": "adamw-8bit-torchao", "precision": "bf16"}),
+    ("llama-3.2-1b", "huggingface", {"optimizer": "adamw-4bit-torchao", "precision": "bf16"}),
+    ("llama-3.2-1b", "huggingface", {"optimizer": "adamw-fp8-torchao", "precision": "bf16"}),
+    ("llama-3.2-1b", "reference", {"optimizer": "adamw-torchao", "precision": "bf16"}),
+    ("llama-3-8b", "huggingface", {"optimizer": "adamw-8bit-torchao", "precision": "bf16"}),
+    ("llama-3-8b", "huggingface", {"optimizer": "adamw-4bit-torchao", "precision": "bf16"}),
+    ("qwen3-0.6b", "huggingface", {"optimizer": "adamw-8bit-torchao", "dp": 8, "clip_grad_norm": 1.0}),
+    ("llama-3-8b", "torchtitan", {"optimizer": "adamw-8bit-torchao", "dp": 8, "zero": 3}),
+    ("llama-3-8b", "torchtitan", {"optimizer": "adamw-4bit-torchao", "dp": 16, "dp_replicate": 2, "zero": 3}),
+)
+"""torchao's AdamW, of few bits or with weights rounded at random."""
+
 OF_ADAPTERS: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16-mixed", "quantize": "nf4-double", "optimizer": "paged-adamw-32bit"},
     {"precision": "bf16-mixed", "quantize": "nf4", "optimizer": "paged-adamw-8bit", "micro_batch": 2},
@@ -77,6 +147,7 @@ def optimizers() -> tuple[Case, ...]:
     found = []
     for model, options in (
         *muon,
+        *OTHERS,
         *[(one, {"optimizer_in_backward": True, **own}) for one, own in IN_BACKWARD],
     ):
         plan = plan_of(**{"seq_len": 64, **options})
@@ -99,6 +170,8 @@ def gpu_optimizers(gpus: Gpus | None) -> tuple[Case, ...]:
     whole = [*product(WHOLE, OF_BITSANDBYTES, PLANS), *product(WHOLE, ("muon",), (*PLANS, OF_ZERO_1))]
     for (name, code), optimizer, options in whole:
         found.append(_case(name, code, {"seq_len": 2048, "optimizer": optimizer, **options}, gpus))
+    for name, code, options in (*OTHERS_AT_TRUE_SIZE, *OF_TORCHAO_AT_TRUE_SIZE):
+        found.append(_case(name, code, {"seq_len": 2048, **options}, gpus))
     for name, code, options in LARGE_IN_BACKWARD:
         asked = {"seq_len": 2048, "optimizer_in_backward": True, **options}
         found.append(_case(name, code, asked, gpus))

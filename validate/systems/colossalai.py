@@ -23,7 +23,7 @@ from validate.cases import Case
 from validate.standin import materialised
 from validate.systems import Training
 from validate.systems.torch.parallelize import stage_module, torch_dtype
-from validate.systems.torch.updates import INITIAL_SCALE, OPTIMIZERS
+from validate.systems.torch.updates import INITIAL_SCALE, optimizer_class
 from validate.systems.whole import axis_of_groups, losses
 
 PRECISIONS: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -42,7 +42,7 @@ class ColossalAITraining(Training):
         if not case.computes:
             _without_kernels()
         self._booster = Booster(plugin=_plugin(plan))
-        optimizer = OPTIMIZERS[plan.optimizer](module.parameters(), lr=case.learning_rate)
+        optimizer = optimizer_class(plan.optimizer)(module.parameters(), lr=case.learning_rate)
         # Without buffers: the plugin casts them too, and a complex angle would lose its imaginary part.
         with patch.dict(module._buffers, clear=True):
             self._module, self._zero, *_ = self._booster.boost(module, optimizer)

@@ -17,7 +17,7 @@ from validate.cases import Case
 from validate.standin import materialised
 from validate.systems import Training
 from validate.systems.torch.parallelize import stage_module, torch_dtype
-from validate.systems.torch.updates import OPTIMIZERS
+from validate.systems.torch.updates import optimizer_class
 from validate.systems.whole import axis_of_groups, losses
 
 
@@ -29,7 +29,7 @@ class FairScaleTraining(Training):
         from fairscale.optim import OSS
 
         plan, module = case.plan, _module(case, device)
-        optimizer = OPTIMIZERS[plan.optimizer]
+        optimizer = optimizer_class(plan.optimizer)
         self._oss = OSS(module.parameters(), optim=optimizer, lr=case.learning_rate)
         self._module: Any
         if plan.zero == 1:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final, final
 
-from memplan.engines.adam import default_update
 from memplan.engines.colossalai.bookkeeping import ColossalAIStage, Working
+from memplan.engines.weight_updates import Weight, default_update
 from memplan.kernels import norm_scratch
 from memplan.memory import Alive
 from memplan.optimizers import ADAM
@@ -35,7 +35,9 @@ class LowLevelZeroOptimizer:
         self.masters = [self._part(one, "master") for one in self.working] * has_masters
         self.moments = [self._part(one, name) for one in self.working for name in moments]
         names = [one.parameter.name for one in self.working] * (moments == ADAM)
-        self.sizes = [(name, one.shard) for name, one in zip(names, self.working, strict=False)]
+        self.updated = [
+            Weight(name, (one.shard,), self.stored) for name, one in zip(names, self.working, strict=False)
+        ]
         self.step_counts: Alive = Counter(buffer_of(f"{name}.step", (), FP32, "optimizer") for name in names)
         scalars = ("scale", "min_scale", "max_scale", "found_overflow") * stage.op_context.scales_loss
         self.scaler = [buffer_of(f"grad_scaler.{name}", (1,), FP32) for name in scalars]
@@ -66,7 +68,7 @@ class LowLevelZeroOptimizer:
             *[events("overflow", self._check_overflow(order))] * bool(self.scaler),
             events("gradients in float32", allocs(*wide)),
             events("norm of gradients", self._compute_grad_norm(order)),
-            events(UPDATE_NAME, default_update(self.stage.device, self.sizes, self.stored)),
+            events(UPDATE_NAME, default_update(self.stage.plan.optimizer, self.updated, self.stage.device)),
             events("gather of updated weights", (*frees(*wide[:-1]), *self._gather(), *frees(*wide[-1:]))),
         )
 

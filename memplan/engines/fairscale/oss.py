@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import Final, final
 
 from memplan.device import Device
-from memplan.engines.adam import default_update
 from memplan.engines.fairscale.options import fairscale_options
 from memplan.engines.stage import WholeStage
+from memplan.engines.weight_updates import Weight, default_update
 from memplan.kernels import norm_scratch
 from memplan.memory import Alive
 from memplan.models import Model
@@ -113,8 +113,9 @@ class OSS:
         ]
         clips = stage.plan.clip_grad_norm is not None
         clipping = [events("gradient clipping", self.clip_grad_norm())] * clips
-        sizes = [(p.name, p.n_elements) for p in self.owned] if self.is_adam else []
-        update = events(UPDATE_NAME, default_update(stage.device, sizes, stage.dtype))
+        updated = self.owned if self.is_adam else ()
+        weights = [Weight(p.name, p.shape, stage.dtype) for p in updated]
+        update = events(UPDATE_NAME, default_update(stage.plan.optimizer, weights, stage.device))
         return chain("update", *clipping, update, events("broadcast of updated weights", sent))
 
     def clip_grad_norm(self) -> Iterator[Event]:

@@ -39,7 +39,7 @@ from memplan.memory import Alive
 from memplan.models import Model
 from memplan.models.base import Layers
 from memplan.models.megatron import EXPERTS, WORDS, configured, gpt_model, weight_copies
-from memplan.optimizers import OF_TORCH
+from memplan.optimizers import COMMON
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.record import (
     COMPUTE,
@@ -526,7 +526,7 @@ class MegatronEngine(Engine):
     options = MegatronOptions
     gives_bounds = True
     overlaps_sends = True
-    optimizers = (*OF_TORCH, "muon")
+    optimizers = (*COMMON, "muon")
 
     def check_device(self, plan: Plan, device: Device) -> None:
         check_fp8_device(plan, device)

@@ -7,11 +7,11 @@ is sharded, or partial sums. Every operation that reads both makes a copy with t
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from memplan.engines.adam import root_and_denominator, updated, updated_at_once
 from memplan.engines.ddp import partial_sum
 from memplan.engines.newton_schulz import STEPS, newton_schulz_products
 from memplan.engines.stage import trained
 from memplan.engines.torch.stage import RankStages, Stage
+from memplan.engines.weight_updates import Variables, Weight, updated_alone, updated_together
 from memplan.kernels import norm_scratch
 from memplan.mesh import WORLD, Group
 from memplan.placements import Partial, Shard
@@ -107,15 +107,17 @@ def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
 def implementation(stages: RankStages | Stage) -> str:
     """The optimizer's implementation: by default "foreach" on CUDA, "for-loop" on CPU.
 
-    That of bitsandbytes has a kernel for each weight, as if fused.
+    That of bitsandbytes has a kernel for each weight, as if fused. Adafactor and torchao loop.
 
-    Source: `torch.optim.optimizer:_default_to_fused_or_foreach`.
+    Source: `torch.optim.optimizer:_default_to_fused_or_foreach`, `torch.optim._adafactor:adafactor`.
     """
-    if stages.plan.kept.bits is not None:
+    kept = stages.plan.kept
+    if kept.package == "bitsandbytes":
         return "fused"
     if stages.options.optimizer_impl != "default":
         return stages.options.optimizer_impl
-    return "foreach" if not stages.update_device.on_cpu else "for-loop"
+    loops = kept.factored is not None or kept.package == "torchao"
+    return "for-loop" if stages.update_device.on_cpu or loops else "foreach"
 
 
 def _orthogonalized(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
@@ -170,39 +172,27 @@ def _newton_schulz(stages: RankStages, parameter: Parameter, grad: Buffer) -> tu
 
 
 def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
-    """The for-loop: Adam's denominator and its square root; a denominator lives until the next parameter's.
-
-    Source: `torch.optim.adam:_single_tensor_adam`, `torch.optim.sgd:_single_tensor_sgd`.
-    """
-    before: Buffer | None = None
-    denominators: dict[Parameter, Buffer] = {}
+    """The for-loop: what a weight's turn binds to variables lives until the next weight's."""
+    variables, optimizer = Variables(), stages.plan.optimizer
     for parameters, times in _one_after_the_other(stages, in_order):
         found: list[Event] = []
         for parameter in [one for one in parameters if one not in stages.matrices]:
             for copies in _reads(stages, [(parameter, 1)]):
                 found += copies.events()
-            if stages.is_adam:
-                n_elements = _elements(stages, parameter)
-                root, made = root_and_denominator(parameter.name, n_elements, stages.weight_dtype)
-                denominator = denominators.setdefault(parameter, made)
-                found += updated(root, denominator, before)
-                before = denominator
+            weight = Weight(parameter.name, stages.weight_shape(parameter), stages.weight_dtype)
+            found += updated_alone(optimizer, weight, variables, stages.update_device)
         yield repeated(events(UPDATE_NAME, found), times)
-    if before is not None:
-        yield events(UPDATE_NAME, frees(before))
+    yield events(UPDATE_NAME, variables.end())
 
 
 def _all_at_once(stages: RankStages, in_order: bool) -> Iterator[Event]:
-    """The foreach implementation: square roots of all second moments, and all copies of gradients, at once.
-
-    Source: `torch.optim.adam:_multi_tensor_adam`, `torch.optim.sgd:_multi_tensor_sgd`.
-    """
+    """The foreach implementation: temporaries of all weights, and all copies of gradients, at once."""
     for group in _updated_lists(stages, in_order):
         for copies in _reads(stages, group):
             yield from copies.events()
-        if stages.is_adam:
-            sizes = [(p.name, n * _elements(stages, p)) for p, n in group]
-            yield from updated_at_once(sizes, stages.weight_dtype)
+        dtype = stages.weight_dtype
+        weights = [Weight(p.name, stages.weight_shape(p), dtype, n) for p, n in group]
+        yield from updated_together(stages.plan.optimizer, weights, stages.update_device)
 
 
 def _in_one_kernel(stages: RankStages, in_order: bool) -> Iterator[Event]:
@@ -393,15 +383,13 @@ def states_in_order(stages: RankStages) -> Iterator[Buffer]:
     maps = stages.maps_of_8_bits
     held = stages.trained_parameters() if stages.owned is None else stages.owned
     for parameter in [one for one in held if one in stages.matrices]:
-        yield from stages.moments(parameter)
+        yield from stages.optimizer_states(parameter)
     for group in _updated_lists(stages, in_order=True):
         for parameter, _ in group:
-            if stages.counts_steps:
-                yield buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")
             if stages.is_of_8_bits(parameter):
                 yield from maps
                 maps = []
-            yield from stages.moments(parameter)
+            yield from stages.optimizer_states(parameter)
 
 
 def _elements(stages: RankStages, parameter: Parameter) -> int:

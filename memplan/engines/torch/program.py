@@ -45,7 +45,7 @@ def module_of(stage: Stage, rank: Rank) -> StageModule[Any]:
 
 def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> AllocatorProgram:
     """The rank's allocations and frees in order; `modules` are the ones that its step was played with."""
-    own = _own(stages, modules)
+    plan, own = stages.plan, _own(stages, modules)
     fresh = None if stages.options.set_to_none else stages.with_gradients_freed()
     first = [] if fresh is None else _own(fresh, {})
     if fresh is None and (stages.options.forward_prefetch or stages.options.optimizer_in_backward):
@@ -69,7 +69,7 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
             *allocs(*stages.clipping.elements()),
         ),
         step=step(stages, own),
-        states=() if stages.offloads else tuple(states_in_order(stages)),
+        states=() if stages.offloads or plan.kept.made_with_it else tuple(states_in_order(stages)),
         update_name=UPDATE_NAME,
         beside=stages.kept_workspaces,
         takes_oldest=stages.options.torch_version == "2.12",
@@ -95,7 +95,8 @@ def _own(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> list[
 def _setup(stages: RankStages, firsts: Mapping[Stage, list[Buffer]]) -> Iterator[Event]:
     """The allocations before the first step, in order: weights, rotary angles, DDP's buckets, tokens.
 
-    Source: `torch.nn.modules.module:Module._apply` (children first, a module's own buffers last).
+    Source: `torch.nn.modules.module:Module._apply` (children first, a module's own buffers last),
+    `torch.optim.adagrad:Adagrad`, which makes its state when it is made.
     """
     plan, held = stages.plan, Counter(stages.rest)
     named = {buffer.name: buffer for buffer in held}
@@ -112,6 +113,8 @@ def _setup(stages: RankStages, firsts: Mapping[Stage, list[Buffer]]) -> Iterator
         if plan.ddp:
             used = allocs(named[IN_USE]) if stage.finds_unused else ()
             yield from (*broadcast_weights(stage.parameters()), *allocs(*firsts[stage]), *used)
+    if plan.kept.made_with_it and not stages.offloads:
+        yield from allocs(*states_in_order(stages))
     if plan.formats.loss_scaled:
         one, product = buffer_of("1", (), FP32), buffer_of("1 times the loss scale", (), FP32)
         yield from (*allocs(one, *stages.loss_scale, product), *frees(one, product))

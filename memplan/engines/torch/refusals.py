@@ -34,6 +34,7 @@ from memplan.models import (
 from memplan.models.lookup import module_values
 from memplan.models.traced import Ends, is_of_torchtitan
 from memplan.offload_activations import MOST_STASHED
+from memplan.optimizers import COMMON
 from memplan.plan import Plan
 from memplan.shapes import BF16, FP32
 
@@ -329,24 +330,90 @@ def _check_muon(model: Model, plan: Plan) -> None:
             "parameters whereas we found a parameter with size: ...); use adamw, or zero=0 or 1.",
             kind="Muon of flat parameters, which are no matrices",
         )
-    _check_beside_optimizer(plan, "Muon", (plan.ep > 1, f"ep={plan.ep}"), (plan.fsdp, f"zero={plan.zero}"))
+    scaled = (plan.formats.loss_scaled, f"precision={plan.precision!r}")
+    own = ((plan.ep > 1, f"ep={plan.ep}"), (plan.fsdp, f"zero={plan.zero}"), scaled)
+    _check_beside_optimizer(plan, "Muon", *own)
+
+
+def _check_adafactor(model: Model, plan: Plan) -> None:
+    """Raise for what fails in PyTorch on weights of which a rank has a part, and for what has no rule.
+
+    Source: `torch.optim._adafactor:Adafactor._init_group`, whose rows and columns are replicated.
+    """
+    if plan.kept.factored is None:
+        return
+    fails = (
+        "in-place operations that require placement changes are not supported"
+        if plan.kept.package == "torch"
+        else "aten.add_.Tensor got mixed torch.Tensor and DTensor"
+    )
+    if (plan.fsdp and torch_options(plan).fsdp_version == 2) or (plan.tp > 1 and not plan.ddp):
+        raise PlanRefused(
+            f"optimizer={plan.optimizer!r} fails on the DTensors of zero={plan.zero}, tp={plan.tp} ({fails}"
+            "); use adamw, or zero=0 or 1 with tp=1.",
+            kind="Adafactor of DTensors, which fails in PyTorch",
+        )
+    if plan.fsdp:
+        raise PlanRefused(
+            f"optimizer={plan.optimizer!r} factors no flat parameter of fsdp_version=1, which is a vector: "
+            "it would train as another optimizer does; use adamw, or zero=0 or 1.",
+            kind="Adafactor of flat parameters, which are no matrices",
+        )
+    _check_beside_optimizer(plan, "Adafactor", impls=IMPLS if plan.kept.package == "torch" else ())
+
+
+def _check_other_of_torch(model: Model, plan: Plan) -> None:
+    """Raise for what has no rule beside RMSprop, Adagrad, NAdam, RAdam and Adamax."""
+    if plan.kept.package == "torch" and plan.kept.others is None and plan.optimizer not in COMMON:
+        flat = plan.fsdp and torch_options(plan).fsdp_version == 1
+        _check_beside_optimizer(plan, plan.kept.whose, (flat, "fsdp_version=1"), impls=IMPLS)
+
+
+IMPLS: Final = ("for-loop", "foreach")
+"""The implementations of PyTorch's optimizers that have rules."""
 
 
 def _check_bitsandbytes(model: Model, plan: Plan) -> None:
     """Raise for what has no rule beside bitsandbytes' optimizers."""
-    if plan.kept.bits is None:
+    if plan.kept.package != "bitsandbytes":
         return
-    _check_beside_optimizer(plan, "an optimizer of bitsandbytes", (plan.zero > 0, f"zero={plan.zero}"))
+    scaled = (plan.formats.loss_scaled, f"precision={plan.precision!r}")
+    own = ((plan.zero > 0, f"zero={plan.zero}"), scaled)
+    _check_beside_optimizer(plan, "an optimizer of bitsandbytes", *own)
 
 
-def _check_beside_optimizer(plan: Plan, whose: str, *own: tuple[bool, str]) -> None:
-    """Raise for what has no rule beside an optimizer other than SGD and Adam; `own`: its further rows."""
+TORCHAO_SHARDED: Final = ("adamw-8bit-torchao", "adamw-4bit-torchao")
+"""torchao's optimizers that have rules for sharded weights."""
+
+
+def _check_torchao(model: Model, plan: Plan) -> None:
+    """Raise for what has no rule beside torchao's optimizers."""
+    if plan.kept.package != "torchao":
+        return
+    options = torch_options(plan)
+    own = (
+        (plan.zero == 1, "zero=1"),
+        (plan.fsdp and plan.optimizer not in TORCHAO_SHARDED, f"zero={plan.zero}"),
+        (plan.fsdp and options.fsdp_version == 1, "fsdp_version=1"),
+        (plan.offload, "offload=True"),
+        (options.optimizer_in_backward, "optimizer_in_backward=True"),
+        (plan.formats.loss_scaled, f"precision={plan.precision!r}"),
+    )
+    _check_beside_optimizer(plan, "an optimizer of torchao", *own)
+
+
+def _check_beside_optimizer(
+    plan: Plan, whose: str, *own: tuple[bool, str], impls: Sequence[str] = ()
+) -> None:
+    """Raise for what has no rule beside an optimizer other than SGD and Adam.
+
+    `own`: its further rows; `impls`: its implementations beside the default that have rules.
+    """
     impl = torch_options(plan).optimizer_impl
     not_modelled = (
         (plan.tp > 1, f"tp={plan.tp}"),
         *own,
-        (plan.formats.loss_scaled, f"precision={plan.precision!r}"),
-        (impl != "default", f"optimizer_impl={impl!r}"),
+        (impl not in ("default", *impls), f"optimizer_impl={impl!r}"),
     )
     for what in [what for asked, what in not_modelled if asked]:
         raise MissingRule(
@@ -578,7 +645,7 @@ def _check_optimizer_in_backward(model: Model, plan: Plan) -> None:
         *_divided_over(plan, NOT_COMPILED),
         (plan.world_size > 1, f"dp={plan.dp}", "one GPU"),
         (
-            plan.kept.bits is not None or plan.kept.others is not None,
+            plan.kept.package == "bitsandbytes" or plan.kept.others is not None,
             f"optimizer={plan.optimizer!r}",
             "adamw",
         ),
@@ -990,7 +1057,10 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_precision,
     _check_update,
     _check_muon,
+    _check_adafactor,
+    _check_other_of_torch,
     _check_bitsandbytes,
+    _check_torchao,
     check_positions,
 )
 """The rules in the order in which they are asked."""
@@ -1004,11 +1074,10 @@ def check_device(plan: Plan, device: Device) -> None:
     Raises:
         PlanRefused: with value, rule and way out.
     """
-    if device.on_cpu and plan.kept.bits is not None:
+    if device.on_cpu and (package := plan.kept.package) in ("bitsandbytes", "torchao"):
         raise MissingRule(
-            f"optimizer={plan.optimizer!r} of bitsandbytes has rules on GPUs only; use adamw, or "
-            "device='cuda'.",
-            kind="an optimizer of bitsandbytes on CPU",
+            f"optimizer={plan.optimizer!r} of {package} has rules on GPUs only; use adamw, or device='cuda'.",
+            kind=f"an optimizer of {package} on CPU",
         )
     if device.on_cpu and torch_options(plan).liger_kernel != "none":
         raise PlanRefused(

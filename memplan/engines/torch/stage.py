@@ -23,11 +23,12 @@ from memplan.engines.torch.sharding import (
 )
 from memplan.engines.torch.trainer import KeptByTrainer, kept_by_trainer
 from memplan.engines.trace import EMPTY, Segment
+from memplan.engines.weight_updates import Weight, is_of_8_bits, scalars_of, states_of
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided
 from memplan.models.traced import is_of_torchtitan
-from memplan.optimizers import ADAM, LEAST_OF_8_BITS, LEAST_PAGED, MAP, SCALED
+from memplan.optimizers import KEPT, MAP, Kept
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Shape, buffer_of
 from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
@@ -139,6 +140,11 @@ class Stage(ModelStage):
         own, dtype = super().buffers, self.plan.formats.gather
         casts = self.has_trainer and self.is_fsdp1 and self.plan.mixed
         return tuple([buffer_of(one.name, one.shape, dtype) for one in own]) if casts else own
+
+    @property
+    def scalars_on_device(self) -> bool:
+        """Whether the device that updates the weights holds the optimizer's counts of steps."""
+        return self.update_device.on_cpu or self.options.optimizer_impl == "fused"
 
     @property
     def has_trainer(self) -> bool:
@@ -345,18 +351,12 @@ class RankStages:
         """
         if self.owned is None:
             return self
-        kept, matrices, itemsize = self.plan.kept, self.matrices, self.weight_dtype.itemsize
-        of_matrix, per_element = (
-            len(names) * itemsize for names in (kept.moments, kept.others or kept.moments)
-        )
-        per_tensor = FP32.itemsize * self.counts_steps
 
         def state_bytes(parameter: Parameter) -> int:
-            if matrices and parameter in matrices:
-                return parameter.n_elements * of_matrix
-            return parameter.n_elements * per_element + per_tensor
+            return sum([one.n_bytes for one in self.optimizer_states(parameter)])
 
-        sizes = [sum(map(state_bytes, owned)) for owned in self.partition]
+        each = {p: state_bytes(p) for p, _ in self.counted_trained_parameters()}
+        sizes = [sum([each[p] for p in owned]) for owned in self.partition]
         dp, cp = divmod(sizes.index(max(sizes)), self.plan.cp)
         return self.at(dp=dp, cp=cp)
 
@@ -412,27 +412,19 @@ class RankStages:
         clones = self.plan.optimizer == "sgd-momentum" and not self.plan.fsdp
         return parameter.grad_shape if clones else self.weight_shape(parameter)
 
-    def moments(self, parameter: Parameter) -> list[Buffer]:
-        """The optimizer's tensors of a parameter on the device, but for a count of steps, as they are made.
+    def kept_of(self, parameter: Parameter) -> Kept:
+        """What the optimizer of a parameter keeps: Muon's of matrices, AdamW's of the rest."""
+        kept = self.plan.kept
+        return kept if kept.others is None or parameter in self.matrices else KEPT["adamw"]
 
-        Moments have the weight's type; bitsandbytes' eight bits, with a scale for each block of them, or 32.
-
-        Source: bitsandbytes/optim/optimizer.py (`Optimizer2State.init_state`, `get_state_buffer`), 0.50.
-        """
-        kept, shape, n = self.plan.kept, self.state_shape(parameter), self.weight_elements(parameter)
-        narrow, dtype = self.is_of_8_bits(parameter), self.weight_dtype
-        if kept.bits is not None:
-            dtype = UINT8 if narrow else FP32
-        names = kept.moments if kept.others is None or parameter in self.matrices else kept.others
-        found = [buffer_of(f"{parameter.name}.{name}", shape, dtype, "optimizer") for name in names]
-        scales = [f"{parameter.name}.absmax{i + 1}" for i in range(len(found))] if narrow else []
-        return [one for one in found if not kept.paged or n < LEAST_PAGED] + [
-            buffer_of(name, (-(-n // SCALED),), FP32, "optimizer") for name in scales
-        ]
+    def optimizer_states(self, parameter: Parameter) -> list[Buffer]:
+        """The optimizer's tensors of a parameter on the device that updates it, as they are made."""
+        weight = Weight(parameter.name, self.state_shape(parameter), self.weight_dtype)
+        return states_of(self.kept_of(parameter), weight, on_host=not self.stages[0].scalars_on_device)
 
     def is_of_8_bits(self, parameter: Parameter) -> bool:
         """Whether the optimizer's state of a parameter is of eight bits."""
-        return self.plan.kept.bits == 8 and self.weight_elements(parameter) >= LEAST_OF_8_BITS
+        return is_of_8_bits(self.plan.kept, self.weight_elements(parameter))
 
     @cached_property
     def maps_of_8_bits(self) -> list[Buffer]:
@@ -448,6 +440,12 @@ class RankStages:
             return None
         return self.partition[place_among_shards(self.plan, self.rank)]
 
+    @property
+    def _updated(self) -> list[tuple[Parameter, int]]:
+        """The parameters whose optimizer state this rank keeps, and how many times each occurs."""
+        owned = self.owned
+        return self.counted_trained_parameters() if owned is None else list(Counter(owned).items())
+
     @cached_property
     def rest(self) -> Alive:
         """What is alive on the device between steps; offloaded states are the host's."""
@@ -459,30 +457,18 @@ class RankStages:
             held.update(more)
         return held
 
-    @property
-    def counts_steps(self) -> bool:
-        """Whether the device that updates the weights holds Adam's step counts, one for each weight."""
-        on_device = self.update_device.on_cpu or self.options.optimizer_impl == "fused"
-        return on_device and self.is_adam
-
-    @property
-    def is_adam(self) -> bool:
-        """Whether PyTorch's Adam updates the weights, or the ones that are left to it."""
-        return ADAM in (self.plan.kept.moments, self.plan.kept.others)
-
-    def has_step(self, parameter: Parameter) -> bool:
-        """Whether Adam updates a parameter, and so counts its steps."""
-        return self.is_adam and parameter not in self.matrices
-
     @cached_property
     def step_counts(self) -> Alive:
-        """Adam's step counts, which stay on the host unless the update is fused.
+        """The optimizer's scalars that stay on the host, as step counts do unless the update is fused.
 
         Source: `torch.optim.adam:Adam._init_group`, `torch.optim.optimizer:_get_scalar_dtype`.
         """
-        if self.counts_steps:
-            return Counter()
-        return Counter({b: n for b, n in self.states.items() if b.kind == "optimizer" and b.shape == ()})
+        found: Alive = Counter()
+        if not self.stages[0].scalars_on_device:
+            for parameter, n in self._updated:
+                scalars = scalars_of(self.kept_of(parameter).scalars, parameter.name)
+                found.update(dict.fromkeys(scalars, n))
+        return found
 
     @property
     def loss_scale(self) -> Alive:
@@ -496,13 +482,9 @@ class RankStages:
 
     @cached_property
     def states(self) -> Alive:
-        """Weights, padding or DDP's buckets, optimizer state.
-
-        Adam also counts steps in a float32 scalar.
-        """
-        alive: Alive = Counter(self.maps_of_8_bits)
+        """Weights, padding or DDP's buckets, optimizer state."""
+        alive: Alive = Counter(self.maps_of_8_bits) + self.step_counts
         dtype = self.weight_dtype
-        owned = Counter(self.owned) if self.owned is not None else None
         sharded, in_buckets = self.plan.fsdp, self.plan.ddp
         of_bucket: Kind = "grads" if self.options.gradient_as_bucket_view else "temporaries"
         for parameter, n in self.counted_parameters:
@@ -517,11 +499,8 @@ class RankStages:
                 continue
             if in_buckets:
                 alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, of_bucket)] += n
-            kept = n if owned is None else owned[parameter]
-            for moment in self.moments(parameter) if kept else ():
-                alive[moment] += kept
-            if kept and self.has_step(parameter):
-                alive[buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] += kept
+        for parameter, n in self._updated:
+            alive.update(dict.fromkeys(self.optimizer_states(parameter), n))
         if self.options.static_graph or self.stages[0].finds_unused:
             n_parameters = sum(n for _, n in self.counted_trained_parameters())
             in_use = buffer_of(IN_USE, (n_parameters,), INT32)

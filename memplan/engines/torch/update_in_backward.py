@@ -7,14 +7,19 @@ Source: PyTorch's tutorial "How to save memory by fusing an optimizer step into 
 from collections.abc import Iterator
 from typing import Self, final
 
-from memplan.engines.adam import root_and_denominator, updated, updated_at_once
 from memplan.engines.module import PlainModule
 from memplan.engines.torch.optimizer import implementation
 from memplan.engines.torch.stage import Stage
 from memplan.engines.trace import Segment
-from memplan.optimizers import ADAM
+from memplan.engines.weight_updates import (
+    Variables,
+    Weight,
+    states_of,
+    updated_alone,
+    updated_together,
+)
 from memplan.record import AccumulateGrad, Event, allocs, frees
-from memplan.shapes import FP32, Parameter, buffer_of
+from memplan.shapes import Parameter
 
 
 @final
@@ -53,14 +58,13 @@ class ModuleUpdatedInBackward(PlainModule):
     def _update(self, parameter: Parameter) -> Iterator[Event]:
         """What the update of one weight allocates."""
         stage = self.stage
-        moments, chosen, dtype = stage.plan.kept.moments, implementation(stage), stage.weight_dtype
+        kept, chosen, device = stage.plan.kept, implementation(stage), stage.update_device
+        weight = Weight(parameter.name, parameter.shape, stage.weight_dtype)
         if self.makes_states:
-            counts = moments == ADAM and (stage.update_device.on_cpu or chosen == "fused")
-            made = [buffer_of(f"{parameter.name}.step", (), FP32, "optimizer")] * counts
-            names = [f"{parameter.name}.{moment}" for moment in moments]
-            yield from allocs(*made, *[buffer_of(one, parameter.shape, dtype, "optimizer") for one in names])
-        if moments == ADAM and chosen == "for-loop":
-            root, denominator = root_and_denominator(parameter.name, parameter.n_elements, dtype)
-            yield from (*updated(root, denominator, None), *frees(denominator))
-        elif moments == ADAM and chosen == "foreach":
-            yield from updated_at_once([(parameter.name, parameter.n_elements)], dtype)
+            yield from allocs(*states_of(kept, weight, on_host=not stage.scalars_on_device))
+        if chosen == "for-loop":
+            variables = Variables()
+            yield from updated_alone(stage.plan.optimizer, weight, variables, device)
+            yield from variables.end()
+        elif chosen == "foreach":
+            yield from updated_together(stage.plan.optimizer, [weight], device)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan import TracedModel
 from memplan.engines.torch.options import torch_options
@@ -45,7 +46,7 @@ class TorchTraining(Training):
         return [_local(weight.grad) for weight in self._update.parameters if weight.grad is not None]
 
     def optimizer_states(self) -> Sequence[Tensor]:
-        return [_local(tensor) for one in self._update.optimizers for tensor in _states(one)]
+        return [part for one in self._update.optimizers for state in _states(one) for part in _parts(state)]
 
     def gradient_norm_squared(self) -> float:
         grads = [_whole(gradient(weight)) for weight in self._update.parameters if weight.grad is not None]
@@ -111,6 +112,14 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """A rank's tensors that a tensor is made of: itself, or codes and scales."""
+    local = _local(tensor)
+    if not is_traceable_wrapper_subclass(local):
+        return [local]
+    return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -30,19 +30,19 @@ def compile_blocks(owners: Iterable[nn.Module], plan: Plan) -> bool:
             assert block is not None
             again = plan.recompute if place < last else "none"
             compiled: Any = torch.compile(_checkpointed(block, again), fullgraph=True)
-            compiled.forward = _without_modes(compiled.forward)
+            compiled.forward = without_modes(compiled.forward)
             owner.register_module(name, compiled)
     return True
 
 
-def _without_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
+def without_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The function, in which no mode is active: the one that counts collectives is nothing to compile."""
 
-    def without_modes(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return forward(*args, **kwargs)
 
-    return without_modes
+    return called
 
 
 def _checkpointed(block: nn.Module, recompute: str) -> nn.Module:

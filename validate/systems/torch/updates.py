@@ -21,27 +21,15 @@ from torch.optim import Optimizer
 
 from memplan import Plan
 from memplan.engines.torch.options import torch_options
+from memplan.optimizers import KEPT
+from validate.systems.torch.compiled import without_modes
 
-OPTIMIZERS: Final[dict[str, Callable[..., Optimizer]]] = {
-    "sgd": torch.optim.SGD,
-    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "muon": torch.optim.Muon,
+ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
+    "sgd-momentum": {"momentum": 0.9},
+    "adamw-torchao": {"bf16_stochastic_round": True},
+    "adafactor-transformers": {"scale_parameter": False, "relative_step": False},
 }
-"""The class and arguments of each of PyTorch's optimizers."""
-
-OF_BITSANDBYTES: Final = {
-    "adamw-8bit": "AdamW8bit",
-    "paged-adamw-8bit": "PagedAdamW8bit",
-    "paged-adamw-32bit": "PagedAdamW32bit",
-    "adamw-32bit": "AdamW32bit",
-    "lion-8bit": "Lion8bit",
-    "lion-32bit": "Lion32bit",
-    "paged-lion-8bit": "PagedLion8bit",
-    "paged-lion-32bit": "PagedLion32bit",
-}
-"""The class of each of bitsandbytes' optimizers."""
+"""An optimizer's arguments beside the learning rate: for Adafactor those of transformers' Trainer."""
 
 IN_A_LIST: Final = re.compile(r"(^|\.)\d+\.")
 """Finds a block's place in the name of a parameter: `model.layers.0.mlp.up_proj.weight`."""
@@ -159,11 +147,7 @@ def _optimizer(
     Where it takes all parameters at once, those that PyTorch does not take together are separate groups.
     Beside expert-parallel ranks all are one group: PyTorch takes DTensors of several meshes.
     """
-    if plan.optimizer in OF_BITSANDBYTES:
-        classes = import_module("bitsandbytes.optim")
-        made = getattr(classes, OF_BITSANDBYTES[plan.optimizer])(parameters, lr=learning_rate)
-        return cast(Optimizer, made)
-    kind = OPTIMIZERS[name]
+    kind = optimizer_class(name)
     options: dict[str, Any] = {"lr": learning_rate, **IMPLEMENTATIONS[torch_options(plan).optimizer_impl]}
     if plan.zero == 1 and mesh is not None:
         return ZeroRedundancyOptimizer(
@@ -178,7 +162,16 @@ def _optimizer(
     if one_by_one:
         return kind(parameters, **options)
     groups = [parameters] if plan.ep > 1 and plan.fsdp else by_mesh(parameters)
-    return kind([{"params": group} for group in groups], **options)
+    made = kind([{"params": group} for group in groups], **options)
+    if plan.kept.package == "torchao":
+        made.step = without_modes(made.step)  # type: ignore[method-assign]
+    return made
+
+
+def optimizer_class(name: str) -> Callable[..., Optimizer]:
+    """An optimizer's class with its arguments, by its name."""
+    module, _, kind = KEPT[name].code.partition(":")
+    return partial(getattr(import_module(module), kind), **ARGUMENTS.get(name, {}))
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
