@@ -1077,7 +1077,8 @@ def _passes(
 ) -> Passes:
     """Forward and backward of one step on these inputs, left as a context-parallel rank has them."""
     if plan.pp > 1 and mesh is not None:
-        width, returns_loss = model.d_model or WIDTH, "targets" not in inputs
+        width = model.d_model or (model.config_values() or {}).get("hidden_size", WIDTH)
+        returns_loss = "targets" not in inputs
         run = wild_pipeline(
             modules, plan, inputs, mesh, device, scaler, width=width, returns_loss=returns_loss
         )
