@@ -117,9 +117,6 @@ def _recorded(
     whole = part
     sent = boundary = _buffer(buffers, recording.boundary, context.weight_dtype)
     if ends is not None:
-        if context.cp > 1:
-            divides = _made(part["inputs"])  # of all micro-batches at once: `divided_inputs`
-            part = {name: without(segment, *divides) for name, segment in part.items()}
         sent = Buffer("output of the stage", boundary.shape, boundary.dtype, boundary.n_bytes, "activations")
         part = _of_stage(part, model, recording, buffers, sent, context, entry, first=first, last=last)
     loss, head, after_head = part["loss_backward"], part["head"], part["loss"]
@@ -269,6 +266,9 @@ def _of_stage(
 
     The stage's first block is of the kind `entry`.
     """
+    if context.cp > 1:
+        divides = _made(part["inputs"])  # of all micro-batches at once: `divided_inputs`
+        part = {name: without(segment, *divides) for name, segment in part.items()}
     cut, found = checked_cut(model, recording), dict(part)
     if not first:
         found |= _without_embedding(found, recording, cut, buffers, entry)
