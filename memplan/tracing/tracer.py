@@ -291,10 +291,8 @@ def _traced(
             f"precisions={shown_value(precisions)} run under autocast, which is not traced of "
             "compiled blocks; use 'bf16-mixed' or 'bf16'."
         )
-    plays_cuda = runs_on == CUDA and not executed
-    shapes = Shapes(CudaTensors() if plays_cuda else None)
-    why, kind = "", {"executes": executed, "any_length": any_length, "zero3": zero3}
-    kind["experts_within"] = experts_within
+    shapes = Shapes(CudaTensors() if (plays_cuda := runs_on == CUDA and not executed) else None)
+    why, kind = "", {"any_length": any_length, "zero3": zero3, "experts_within": experts_within}
     with ExitStack() as stack:
         stack.enter_context(no_collection())
         stack.enter_context(ONE_THREAD())
@@ -307,7 +305,7 @@ def _traced(
             ranks = Ranks(mesh, axes_of(own, mesh), played, context)
             example = replace(example, module=module)
         for stacks in stacks_of(example.module, blocks):
-            tracer = _Tracer(example, stacks, shapes, runs_on, ranks, compiles, **kind)
+            tracer = _Tracer(example, stacks, shapes, runs_on, ranks, compiles, executes=executed, **kind)
             try:
                 recordings, limits = _of_known_kinds(tracer, list(runs))
             except Unlike as unlike:
