@@ -55,6 +55,22 @@ ROWS: Final = (
         keywords="async_tp async_tensor_parallel",
     ),
     NotModelled(
+        "preference training (TRL's DPO and its kind)",
+        "would hold a frozen reference model beside the trained one, or run this again without adapters, and "
+        "compute the log-probabilities of both in each step",
+        "count twice as many sequences as pairs, and a reference's weights beside the plan: 2 bytes each in "
+        "bfloat16, divided by dp with zero=3",
+        keywords=("reference_model ref_model precompute_ref_log_probs sync_ref_model dpo grpo kto orpo"),
+        values={"trainer": "trl-dpo dpo trl-grpo grpo trl-kto kto trl-reward"},
+    ),
+    NotModelled(
+        "TRL's SFTTrainer",
+        "would compute entropy and accuracy of tokens from the logits in each step, or a loss in chunks",
+        "use trainer='huggingface', on which it builds",
+        keywords="sft",
+        values={"trainer": "trl-sft sft trl"},
+    ),
+    NotModelled(
         "a scale of what adapters give",
         "would change values and no byte",
         "leave it out",

@@ -122,10 +122,44 @@ def test_plans_without_a_rule_are_refused(options, said):
         memplan.estimate(MODEL, **{**TRAINER, **options})
 
 
-def test_models_whose_padding_has_no_rule_are_refused():
-    for name in ("gpt2", "mixtral-8x7b"):
-        with pytest.raises(MissingRule, match="mask of padding"):
-            memplan.estimate(name, trainer="huggingface", optimizer_impl="fused")
+def test_models_of_other_code_are_refused():
+    with pytest.raises(MissingRule, match="calls models of transformers"):
+        memplan.estimate("gpt2", implementation="reference", trainer="huggingface", optimizer_impl="fused")
+
+
+LORA: dict[str, Any] = {"lora_rank": 8, "precision": "bf16-mixed"}
+FSDP2: dict[str, Any] = {"dp": 8, "zero": 3, "precision": "bf16-mixed-reduce-bf16"}
+TIED: Any = replace(MODEL, tied_head=True)
+
+
+@pytest.mark.parametrize(
+    "model,options,said",
+    [
+        (TIED, {**LORA, **FSDP2}, "lora_rank=8 of tied ends"),
+        (MODEL, {**LORA, **FSDP2, "modules_to_save": "lm_head"}, "adapters or copies of the ends"),
+        ("gpt2", {**FSDP2}, "no rotary decoder"),
+    ],
+)
+def test_units_of_fsdp2_without_a_rule_are_refused(model, options, said):
+    with pytest.raises(MissingRule, match=said):
+        memplan.estimate(model, **{**TRAINER, **options})
+
+
+def test_what_peft_wraps_is_always_searched_for_unused_parameters():
+    found = [
+        held(dp=8, recompute="full", **LORA, trainer=name).collectives for name in ("huggingface", "none")
+    ]
+    trainers, plain = [sum(one.payload_bytes for one in each if one.kind == "all_reduce") for each in found]
+    assert trainers - plain == 4 * 2 * 7 * MODEL.n_layers  # two factors of seven linears in each block
+
+
+def test_a_last_norm_beside_adapters_is_a_unit_of_its_own():
+    gathers = sum(
+        one.calls
+        for one in held(**{**LORA, **FSDP2, "fsdp_units": "block+ends"}).collectives
+        if one.what == "gather weights"
+    )
+    assert gathers == 3 + 2 * MODEL.n_layers + 1  # norm, embedding, head; blocks twice; the embedding twice
 
 
 def test_fsdp2_accumulates_whole_gradients_unless_each_batch_syncs():

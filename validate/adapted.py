@@ -18,7 +18,7 @@ from memplan.engines.torch.options import compiled_blocks, torch_options
 from memplan.models.traced import ZERO3
 from memplan.tracing import cache
 from memplan.tracing.cache import Request
-from validate.cases import TRACES, Case, packed_trace
+from validate.cases import TRACES, Case, option, packed_trace
 from validate.predict import estimated_rank
 from validate.published.memory import INEXPRESSIBLE, ROWS, by_litgpt, comparable_estimate, compiles, read_rows
 from validate.records import read_records
@@ -36,6 +36,7 @@ COMPILED: Final = TRACES / "compiled"
 
 RECORDS: Final = (
     *("adapters.jsonl", "nogpu/*-adapters.jsonl", "nogpu/*-optimizers.jsonl"),
+    *("trainers.jsonl", "nogpu/*-trainers.jsonl"),
     *("nogpu/*-deepspeed.jsonl", "nogpu/*-compiled.jsonl", "nogpu/*-float8.jsonl"),
 )
 """The files of records that need them, in `data/measurements`."""
@@ -77,6 +78,7 @@ def main(anew: bool) -> None:
                     plan = case.plan
                     float8 = plan.engine == "torch" and torch_options(plan).float8 != "none"
                     others = plan.adapters is not None or plan.engine == "deepspeed"
+                    others = others or option(plan, "trainer", "none") != "none"
                     if others or float8 or compiled_blocks(plan):
                         estimated_rank(case, 0)
         for row in read_rows(ROWS):

@@ -202,8 +202,11 @@ def _recording_of(model: TracedModel, context: OpContext, recompute: Recompute) 
 
 
 def _within_autocast(head: Segment, loss: Segment, context: OpContext) -> tuple[Segment, Segment]:
-    """What runs under autocast, to the loss, and what comes after it: the scaling of the loss."""
-    n_within = len(loss.events) - context.scales_loss
+    """What runs under autocast, to the loss, and what comes after it: the scaling of the loss.
+
+    The Trainer takes the loss outside autocast.
+    """
+    n_within = 0 if context.trainer else len(loss.events) - context.scales_loss
     return Segment((*head.events, *loss.events[:n_within])), Segment(loss.events[n_within:])
 
 

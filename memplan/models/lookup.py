@@ -25,7 +25,16 @@ from memplan.models.families import FAMILIES, implementations_of, implemented
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
 from memplan.models.torchtitan import FLOAT8, TORCHTITAN, TorchtitanLlama
-from memplan.models.traced import MIXTURE, ZERO3, Compiles, TracedModel, is_trace, model_from_trace
+from memplan.models.traced import (
+    MIXTURE,
+    TRAINER,
+    ZERO3,
+    ByTrainer,
+    Compiles,
+    TracedModel,
+    is_trace,
+    model_from_trace,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,8 +54,9 @@ class Tracing(NamedTuple):
 
 
 def is_of_transformers(asked: Mapping[str, Any]) -> bool:
-    """Whether keywords ask for what only transformers' models have: adapters, or Liger's kernels."""
-    return asked.get("lora_rank") is not None or asked.get("liger_kernel", "none") != "none"
+    """Whether keywords ask for what only transformers' models have: adapters, Liger's loss, the Trainer."""
+    others = any(asked.get(name, "none") != "none" for name in ("liger_kernel", "trainer"))
+    return asked.get("lora_rank") is not None or others
 
 
 def resolve(
@@ -107,19 +117,23 @@ def divided(
     adapters: Adapters | None = None,
     compiles: Compiles | None = None,
     float8: str = "none",
+    trainer: ByTrainer | None = None,
 ) -> Model:
     """The model as one rank of a mesh trains it: itself, if its operations divide themselves.
 
     Else its module is traced as its framework's own plan divides it, for this precision, with the kernels of
     a device; with `adapters` as PEFT trains it, with `compiles` as `torch.compile` runs its blocks, in
-    `float8` by torchao's recipe of that name. The trace is kept in the user's cache folder.
+    `float8` by torchao's recipe of that name, called as a `trainer` does where no rules say it. The trace is
+    kept in the user's cache folder.
 
     Raises:
         MissingRule: of a trace, for degrees that it was not made for; a model that PEFT does not know.
         MemplanError: it cannot be divided so, or not here.
     """
     of_module = compiles is not None or float8 != "none"
-    if adapters is None and not of_module and (model.divides_itself or mesh == model.mesh):
+    called = None if adapters is None and model.takes_padding_mask else trainer
+    as_it_is = adapters is None and not of_module and called is None
+    if as_it_is and (model.divides_itself or mesh == model.mesh):
         return model
     values = module_values(model) if of_module else model.config_values()
     if values is None and adapters is not None:
@@ -130,6 +144,8 @@ def divided(
         values |= {ADAPTERS: adapters._asdict()}
     if float8 != "none":
         values |= {FLOAT8: float8}
+    if called is not None:
+        values |= {TRAINER: called._asdict()}
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
     return traced_from_config(

@@ -98,6 +98,17 @@ ZERO3: Final = "zero3"
 MIXTURE: Final = "torchtitan"
 """The key beside a config.json's own that asks for torchtitan's code, which is also its implementation."""
 
+TRAINER: Final = "trainer"
+"""The key beside a config.json's own under which is how transformers' Trainer calls the module."""
+
+
+class ByTrainer(NamedTuple):
+    """How transformers' Trainer calls a module: whether DDP clones outputs, whether FSDP2 casts floats."""
+
+    clones_outputs: bool = False
+    casts_inputs: bool = False
+
+
 ROTATES: Final = ("allgather", "alltoall")
 """How `context_parallel` hands keys and values around: the two rotations that are traced."""
 

@@ -33,7 +33,8 @@ class Leaf(NamedTuple):
 class Example:
     """A module and its arguments: `leaves` of the inputs and targets, whose tree is `spec`.
 
-    `point` is the example's batch and length.
+    `point` is the example's batch and length. `by_trainer`: the loss is taken of the output outside
+    autocast, and held beside what the backward pass starts from, as transformers' Trainer does it.
     """
 
     module: nn.Module
@@ -43,6 +44,7 @@ class Example:
     has_targets: bool
     loss: Loss
     point: Point
+    by_trainer: bool = False
 
     @property
     def has_sequence(self) -> bool:

@@ -5,6 +5,7 @@ The file says sizes only: code that it names (`auto_map`) is never fetched or ru
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Final
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.torchtitan import FLOAT8
-from memplan.models.traced import ZERO3, Compiles, TracedModel
+from memplan.models.traced import TRAINER, ZERO3, ByTrainer, Compiles, TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.cache import without_remarks
 from memplan.tracing.context import as_trainer_divides
@@ -38,6 +39,7 @@ from memplan.tracing.cuda import CUDA
 from memplan.tracing.example import checked_example
 from memplan.tracing.float8 import with_float8
 from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
+from memplan.tracing.trainer import as_trainer_calls, loss_by_trainer
 
 LENGTH: Final = 704
 """The sequence length of the example inputs, shorter for a model with a shorter context.
@@ -96,7 +98,7 @@ def traced_from_config(
     own = {
         k: v
         for k, v in config.values.items()
-        if k not in (*NOT_READ, ADAPTERS, ZERO3, FLOAT8) and not k.startswith("_")
+        if k not in (*NOT_READ, ADAPTERS, ZERO3, FLOAT8, TRAINER) and not k.startswith("_")
     }
     offline = patch.object(import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
     with installed(f"transformers' {class_name}", "huggingface"), without_remarks():
@@ -109,10 +111,12 @@ def traced_from_config(
         if adapters := config.value(ADAPTERS, None):
             module = with_adapters(module, Adapters(**adapters), _of_products(precisions))
         module = with_float8(module, config.value(FLOAT8, "none"))
-        longest = _longest(settings)
         inputs = _inputs_of(task, settings, (mesh or {}).get("cp", 1))
-        known = longest if "input_ids" in inputs else None
-        example = checked_example(module, inputs)
+        called = config.value(TRAINER, None)
+        inputs = as_trainer_calls(module, ByTrainer(**called), inputs) if called else inputs
+        known = _longest(settings) if "input_ids" in inputs else None
+        loss = loss_by_trainer(ByTrainer(**called)) if called else None
+        example = replace(checked_example(module, inputs, loss), by_trainer=bool(called))
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         asked = [precision for precision in precisions if precision in RUNS] or USUAL
         return traced(

@@ -461,6 +461,8 @@ class _Tracer:
         """The parameters that require a gradient and get none, in every run; None before the first."""
         self.whole: Parts | None = None
         """What the last run through all blocks did."""
+        self.held: list[Tensor] = []
+        """The loss, where the loop holds it to the end of the backward pass."""
         self._few: Mapping[Stack, int] | None = None
         """How many blocks of each stack are run; all of one that is not named."""
         self._last: tuple[Point, Variant, Parts] | None = None
@@ -627,30 +629,42 @@ class _Tracer:
             inputs = _cast(inputs, weights)
             recorder.section = Section("forward", 0)
             recorder.autocasts = bool(autocast)
-            loss = self._loss(recorder, inputs, targets)
+            output = [self._output(recorder, inputs)]
             del inputs
+            loss = None if self.example.by_trainer else self._loss(output, targets)
             recorder.section = Section("casts", 0)
         recorder.section = Section("forward", recorder.n_blocks + 2)
+        loss = self._loss(output, targets) if loss is None else loss
         start = loss if scale is None else loss * scale
         recorder.loss = recorder.storage_of(start)
         recorder.start_backward()
         start.backward()
         recorder.section = Section("end", 0)
         del start, loss
+        self.held.clear()
 
-    def _loss(self, recorder: Recorder, inputs: Any, targets: Any) -> Tensor:
+    def _output(self, recorder: Recorder, inputs: Any) -> Any:
         example = self.example
         output = example.module(**inputs) if example.is_mapping else example.module(*inputs)
         recorder.left(recorder.n_blocks + 1)
         if isinstance(output, Tensor) and output.dim():
             recorder.outputs[recorder.n_blocks + 1] = recorder.storage_of(output)
-        found = example.loss(output, targets) if example.has_targets else example.loss(output)
+        return output
+
+    def _loss(self, output: list[Any], targets: Any) -> Tensor:
+        """The loss of the only output in a list, which is left empty."""
+        example = self.example
+        held = None if example.by_trainer else output[0]
+        found = example.loss(output.pop(), targets) if example.has_targets else example.loss(output.pop())
         if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
             raise InvalidValue(
                 f"loss gives {type(found).__name__}, which does not follow from the weights as one number; "
                 "give a function that does."
             )
-        return found / 1
+        self.held += [found.detach()] * example.by_trainer
+        share = found / 1
+        del held
+        return share
 
     def _inputs(self, point: Point, recorder: Recorder) -> tuple[Any, Any, list[Tensor]]:
         """The inputs and targets at another size, and those of them that have a sequence.

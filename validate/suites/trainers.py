@@ -18,6 +18,9 @@ TRAINER: Final[dict[str, Any]] = {
 
 FSDP2: Final[dict[str, Any]] = {"zero": 3, "fsdp_units": "block+ends", "precision": "bf16-mixed-reduce-bf16"}
 
+TIED: Final[dict[str, Any]] = {**FSDP2, "fsdp_units": "block"}
+"""FSDP2 of a model whose embedding and head are tied: one unit of both and of the last norm."""
+
 SMALL: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("llama", {"precision": "fp32"}),
     ("llama", {"precision": "bf16-mixed", "micro_batch": 3}),
@@ -32,7 +35,24 @@ SMALL: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("gpt_neox", {"dp": 2, "precision": "bf16-mixed", "micro_batch": 2}),
     ("gpt_neox", {"precision": "fp32", "micro_batch": 2}),
 )
-"""Families in small, for CPU ranks."""
+"""Families in small, for CPU ranks; heads and tables of tokens apart."""
+
+LORA: Final[dict[str, Any]] = {"lora_rank": 8, "micro_batch": 2}
+
+TRACED: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    ("llama", {**LORA, "precision": "fp32"}),
+    ("qwen3", {**LORA, "precision": "bf16-mixed"}),
+    ("qwen2", {**LORA, "precision": "bf16-mixed", "recompute": "full", "global_batch": 4}),
+    ("gemma2", {**LORA, "precision": "bf16", "lora_targets": "q_proj,v_proj", "lora_dropout": 0.1}),
+    ("gpt_neox", {**LORA, "precision": "fp32", "use_dora": True}),
+    ("llama", {**LORA, "dp": 2, "precision": "bf16-mixed"}),
+    ("qwen3", {**LORA, "dp": 2, "precision": "fp32", "recompute": "full", "global_batch": 8}),
+    ("gpt", {"precision": "fp32", "micro_batch": 2}),
+    ("gpt", {"precision": "bf16-mixed", "recompute": "full", "micro_batch": 2}),
+    ("gpt", {"dp": 2, "precision": "bf16-mixed"}),
+    ("opt", {"dp": 2, "precision": "fp32", "micro_batch": 2, "global_batch": 8}),
+)
+"""Families with adapters, and of absolute positions: traced as the Trainer calls them."""
 
 FSDP1: Final[dict[str, Any]] = {
     "zero": 3, "fsdp_version": 1, "use_orig_params": True, "backward_prefetch": "none",
@@ -85,18 +105,40 @@ LARGE: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (QWEN, 8, {"dp": 8, **FSDP1, "use_orig_params": False, "recompute": "full"}, 2),
     (QWEN, 4, {"dp": 8, **FSDP1, "precision": "fp32", "seq_len": 2048, "clip_grad_norm": None}, 3),
     ("llama-3-70b", 4, {"dp": 256, **FSDP2, "recompute": "full"}, 255),
+    (LLAMA, 32, {**LORA, "precision": "bf16-mixed", "recompute": "full"}, None),
+    (LLAMA, 8, {**LORA, "precision": "bf16-mixed", "global_batch": 4}, None),
+    (LLAMA, 8, {**LORA, "precision": "bf16-autocast", "lora_targets": "q_proj,v_proj"}, None),
+    (LLAMA, 8, {**LORA, "precision": "bf16", "use_dora": True, "recompute": "full"}, None),
+    (QWEN, 36, {**LORA, "precision": "bf16-mixed", "recompute": "full", "lora_dropout": 0.1}, None),
+    (QWEN, 8, {**LORA, "precision": "bf16"}, None),
+    (LLAMA, 8, {**LORA, "dp": 8, "precision": "bf16-mixed"}, 0),
+    (LLAMA, 32, {**LORA, "dp": 8, "precision": "bf16-mixed", "recompute": "full", "global_batch": 32}, 7),
+    (QWEN, 8, {**LORA, "dp": 64, "precision": "bf16", "recompute": "full"}, 63),
+    (QWEN, 8, {**LORA, "dp": 4, "precision": "bf16-mixed", "clip_grad_norm": None}, 2),
+    ("gpt2-xl", 48, {"precision": "bf16-mixed", "seq_len": 1024, "micro_batch": 2}, None),
+    ("gpt2-xl", 48, {"dp": 8, "precision": "bf16-mixed", "seq_len": 1024, "recompute": "full"}, 1),
+    ("llama-3.2-1b", 16, {"precision": "bf16-mixed", "recompute": "full"}, None),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2}, 1),
+    ("llama-3.2-1b", 16, {"dp": 8, **TIED}, 1),
+    (LLAMA, 32, {**LORA, "dp": 8, **FSDP2, "recompute": "full", "global_batch": 32, "no_sync": True}, 7),
+    ("llama-3.2-1b", 16, {"dp": 8, **TIED, "precision": "bf16", "recompute": "full", "micro_batch": 2}, 7),
+    (QWEN, 8, {**LORA, "dp": 8, **FSDP2, "recompute": "full"}, 3),
+    (LLAMA, 8, {**LORA, "precision": "bf16-mixed", "quantize": "nf4", "recompute": "full"}, None),
+    (LLAMA, 8, {**LORA, "dp": 8, "precision": "bf16-mixed", "quantize": "nf4-double"}, 3),
+    ("qwen2.5-0.5b", 24, {"dp": 2, **TIED, "zero": 2, "global_batch": 8, "no_sync": True}, 0),
 )
 """A preset, its layers, a plan's options, and the rank that runs alone."""
 
 
 def trainers() -> tuple[Case, ...]:
-    """The Trainer on CPU ranks: families in small, heads and tables of tokens apart."""
-    return tuple(_in_small(*row) for row in SMALL)
+    """The Trainer on CPU ranks: families in small."""
+    untied = [_in_small(*row, tied_head=False) for row in SMALL]
+    return (*untied, *[_in_small(*row) for row in TRACED])
 
 
-def _in_small(family: str, options: dict[str, Any]) -> Case:
+def _in_small(family: str, options: dict[str, Any], **more: Any) -> Case:
     cls: type[Decoder] = OF_TRANSFORMERS[f"huggingface-{family}"]
-    sizes = {**SIZES, **QUIRKS[family], "tied_head": False, "name": f"transformers-{family}"}
+    sizes = {**SIZES, **QUIRKS[family], **more, "name": f"transformers-{family}"}
     model, plan = cls(**sizes), plan_of(**TRAINER | {"seq_len": 64} | options)
     return Case(name=f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}", model=model, plan=plan)
 

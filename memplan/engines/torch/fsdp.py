@@ -359,7 +359,8 @@ class FSDPModule(StageModule[FsdpState]):
         """The backward pass: freed groups are gathered, one group ahead.
 
         It ends at the first module with trained parameters; a group gathered ahead of that is freed at the
-        end.
+        end. It begins with the root's output, or with that of the head where Accelerate makes a unit of tied
+        ends.
         """
         self._begin_pass()
         self.is_backward = True
@@ -368,7 +369,8 @@ class FSDPModule(StageModule[FsdpState]):
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
         order = list(next_units([*[group for group, *_ in rows], units.embed]))
         rows = rows if trace.blocks_require_grad else []
-        n_before = trace.n_loss_backward if units.head is None else trace.ends.head_backward
+        of_output = units.head is not None or self.stage.has_trainer
+        n_before = trace.ends.head_backward if of_output else trace.n_loss_backward
         loss, head = self._added_parts(trace.head_backward, n_before)
         parts = [events("backward: loss", loss)]
         turns = [*self.prefetch(units.head or order[0])] if units.root is not None else []

@@ -5,7 +5,7 @@ from typing import Final, final
 
 from memplan.allocator import ALLOC_CONF
 from memplan.fields import Choice, Count, Flag, described
-from memplan.models.traced import ROTATES, Compiles
+from memplan.models.traced import ROTATES, ByTrainer, Compiles
 from memplan.plan import Plan
 from memplan.shapes import DType
 
@@ -165,6 +165,24 @@ def compiled_blocks(plan: Plan) -> Compiles | None:
         return None
     again = (plan.recompute,) if plan.recompute_blocks is None else ("none", plan.recompute)
     return Compiles(plan.micro_batch, plan.seq_len, tuple(dict.fromkeys(again)))
+
+
+def finds_unused(plan: Plan) -> bool:
+    """Whether DDP has `find_unused_parameters`: the Trainer's, but for models whose blocks are recomputed.
+
+    What PEFT wraps is no such model.
+
+    Source: transformers.trainer (`Trainer._build_accelerator_args`).
+    """
+    recomputed = plan.recompute != "none" and plan.adapters is None
+    return torch_options(plan).trainer != "none" and plan.ddp and not recomputed
+
+
+def called_by_trainer(plan: Plan) -> ByTrainer | None:
+    """How the plan's trainer calls the module; None: as a plain loop does."""
+    if torch_options(plan).trainer == "none":
+        return None
+    return ByTrainer(clones_outputs=finds_unused(plan), casts_inputs=plan.fsdp and plan.mixed)
 
 
 def weight_dtype(plan: Plan) -> DType:

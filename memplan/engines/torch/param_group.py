@@ -388,7 +388,8 @@ class Units:
 
     The root does not reshard after the forward pass, since it would be gathered again at once; nor does the
     head's unit as Accelerate makes it (`accelerate.utils.fsdp_utils:fsdp2_prepare_model`), nor as torchtitan
-    does where it is not told to reshard all.
+    does where it is not told to reshard all. Accelerate's is of the last norm too, but under PEFT, where that
+    is not found and left to the root (`_find_final_norm`).
     """
 
     def __init__(self, stage: Stage, place: int) -> None:
@@ -424,6 +425,10 @@ class Units:
             self.root = unit("root", embed, head, reshards=False)
         else:
             keeps_head = stage.has_trainer or (self.shares and stage.plan.pp == 1)
+            if stage.has_trainer and stage.plan.adapters is not None:
+                *others, output = head.parameters
+                self.root = unit("root", EqualParameters(tuple(others), 1), reshards=False)
+                head = EqualParameters((output,), 1)
             self.embed = unit("embedding", embed)
             self.head = unit("head", head, reshards=again and not keeps_head)
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}

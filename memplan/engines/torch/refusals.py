@@ -23,7 +23,6 @@ from memplan.engines.torch.options import (
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.kernels import SCALED_MM_MULTIPLE
 from memplan.models import (
-    Decoder,
     Model,
     TracedModel,
     ends_are_tied,
@@ -904,12 +903,11 @@ def _check_trainer(model: Model, plan: Plan) -> None:
     if options.trainer == "none":
         return
     asked = "trainer='huggingface'"
-    if not isinstance(model, Decoder) or not model.takes_padding_mask:
+    if not model.takes_padding_mask and model.config_values() is None:
         raise MissingRule(
-            f"{asked} of {model.name}: what its mask of padding changes is known of transformers' rotary "
-            "decoders, as their families' rules say them (memplan models); use one of these with "
-            "implementation='huggingface', or trainer='none'.",
-            kind="the Trainer with a model whose mask of padding has no rule",
+            f"{asked} of {model.name}: it calls models of transformers, whose config.json is known; use one "
+            "with implementation='huggingface', or trainer='none'.",
+            kind="the Trainer with a model that is none of transformers",
         )
     if plan.optimizer != "adamw" or options.optimizer_impl != "fused":
         raise MissingRule(
@@ -930,7 +928,6 @@ def _check_trainer(model: Model, plan: Plan) -> None:
         (plan.recompute == "selective", "recompute='selective'", "recompute='full'"),
         (plan.recompute_blocks is not None, f"recompute_blocks={plan.recompute_blocks}", "all blocks"),
         (plan.offload, "offload=True", "offload=False"),
-        (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
         (not options.set_to_none, "set_to_none=False", "set_to_none=True"),
         *((getattr(options, name) != getattr(USUAL, name), name, "its default") for name in _NOT_TOLD),
         (
@@ -941,13 +938,26 @@ def _check_trainer(model: Model, plan: Plan) -> None:
         (flat and plan.zero == 2, "zero=2 (Accelerate takes FULL_SHARD all the same)", "zero=3"),
         (flat and plan.n_micro_batches > 1 and not options.no_sync, "no_sync=False", "no_sync=True"),
         (
-            plan.fsdp and not flat and ends == "block",
-            "zero=2 or 3 of tied ends",
+            plan.fsdp and not model.takes_padding_mask,
+            f"zero={plan.zero} of {model.name}, which is no rotary decoder whose rules are known",
+            "zero=0",
+        ),
+        (
+            plan.fsdp and plan.adapters is not None and ends == "block",
+            f"zero={plan.zero}, lora_rank={plan.lora_rank} of tied ends",
             "zero=0, or a model with a head",
+        ),
+        (
+            plan.fsdp and not _ENDS.isdisjoint(f"{plan.lora_targets},{plan.modules_to_save}".split(",")),
+            f"zero={plan.zero}, lora_rank={plan.lora_rank} with adapters or copies of the ends",
+            "zero=0, or lora_targets='all-linear'",
         ),
         (plan.fsdp and options.fsdp_units != ends, f"fsdp_units={options.fsdp_units!r}", repr(ends)),
     )
 
+
+_ENDS: Final = frozenset(("lm_head", "embed_out", "embed_tokens", "embed_in", "norm", "final_layer_norm"))
+"""The names of modules outside the blocks, whose units are others where these are adapted or copied."""
 
 _FSDP_PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed-reduce-bf16")
 """The precisions that the Trainer has under FSDP, by Accelerate."""

@@ -11,7 +11,13 @@ from memplan.device import CPU, Device
 from memplan.engines.ddp import Arguments
 from memplan.engines.recorded import divided_inputs
 from memplan.engines.stage import ModelStage, StageKind, cublas_workspaces, trained
-from memplan.engines.torch.options import compiled_blocks, torch_options, weight_dtype
+from memplan.engines.torch.options import (
+    called_by_trainer,
+    compiled_blocks,
+    finds_unused,
+    torch_options,
+    weight_dtype,
+)
 from memplan.engines.torch.refusals import check_trace
 from memplan.engines.torch.sharding import (
     n_shards,
@@ -54,6 +60,7 @@ def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
         plan.adapters,
         compiled_blocks(plan),
         torch_options(plan).float8,
+        called_by_trainer(plan),
     )
     if found is not model:
         check_trace(found, plan)
@@ -166,11 +173,8 @@ class Stage(ModelStage):
 
     @property
     def finds_unused(self) -> bool:
-        """Whether DDP has `find_unused_parameters`: the Trainer's where nothing is recomputed.
-
-        Source: transformers.trainer (`Trainer._build_accelerator_args`).
-        """
-        return self.has_trainer and self.plan.ddp and self.plan.recompute == "none"
+        """Whether DDP has `find_unused_parameters`."""
+        return finds_unused(self.plan)
 
     @property
     def ddp(self) -> Arguments:

@@ -9,13 +9,18 @@ Source: transformers.trainer (`Trainer._run_epoch`, `Trainer.get_batch_samples`)
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 from memplan.engines.trace import Trace
 from memplan.models import Model
 from memplan.plan import Plan
 from memplan.record import Collective, Free, Stretch, allocs, events, frees
 from memplan.shapes import FP32, INT64, Buffer, DType, buffer_of
+
+MASK: Final = "mask of padding"
+
+GIVEN: Final = ("attention_mask", "num_items_in_batch")
+"""What the Trainer gives a traced module beside tokens and labels."""
 
 
 @final
@@ -55,13 +60,15 @@ def kept_by_trainer(
 
     Source: accelerate.data_loader (`DataLoaderShard.__iter__`: one micro-batch ahead).
     """
-    mask = buffer_of("mask of padding", (plan.micro_batch, plan.seq_len), INT64)
-    each = mask, *model.inputs(plan.micro_batch, plan.seq_len)
+    mask = buffer_of(MASK, (plan.micro_batch, plan.seq_len), INT64)
+    own = model.inputs(plan.micro_batch, plan.seq_len)
+    each = mask, *[one for one in own if one.name not in GIVEN]
     freed = [event.buffer for event in trace.end_of_backward.events if isinstance(event, Free)]
+    losses = [buffer for buffer in freed if buffer.shape == ()]
     return KeptByTrainer(
         batch=(*each * plan.n_micro_batches, buffer_of("tokens of the batch", (), FP32)),
         ahead=each if on_host else (),
-        last_loss=freed[-1],
+        last_loss=losses[-1],
         norm=buffer_of("norm of the gradients", (), weight_dtype),
         losses=buffer_of("losses so far", (), FP32),
     )

@@ -24,6 +24,7 @@ from memplan.models import Decoder
 from memplan.shapes import FP32
 from validate.cases import Case
 from validate.systems import Training
+from validate.systems.torch.adapters import scales_of, with_adapters
 from validate.systems.torch.parallelize import torch_dtype
 from validate.systems.torch.wild import values_as_on_a_gpu, wild_of
 
@@ -88,7 +89,7 @@ class TrainerTraining(Training):
         return list(self._trainer.model_wrapped.parameters())
 
     def weights(self) -> Sequence[Tensor]:
-        return [_local(one) for one in self._parameters]
+        return [*map(_local, self._parameters), *scales_of(self._trainer.model)]
 
     def grads(self) -> Sequence[Tensor]:
         return [_local(one.grad) for one in self._parameters if one.grad is not None]
@@ -123,7 +124,7 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         generator = torch.Generator().manual_seed(case.seed)
         ids = torch.randint(3, cast(Decoder, case.model).vocab_size, (plan.seq_len,), generator=generator)
         return transformers.Trainer(
-            model=_module(case),
+            model=_module(case, device),
             args=transformers.TrainingArguments(**asked),
             train_dataset=Samples(ids.tolist(), STEPS * plan.global_batch),
             data_collator=transformers.default_data_collator,
@@ -162,7 +163,7 @@ def _ranks(plan: Plan, rank: int) -> dict[str, str]:
     }
 
 
-def _module(case: Case) -> nn.Module:
+def _module(case: Case, device: torch.device) -> nn.Module:
     """The model on the host, as `from_pretrained` returns it: where nothing is computed, without values."""
     torch.manual_seed(case.seed)
     wild, stored = wild_of(case.model), case.plan.formats.stored
@@ -172,7 +173,10 @@ def _module(case: Case) -> nn.Module:
         with import_module("transformers.initialization").no_init_weights(), torch.device("meta"):
             module = wild.module()
         module.to_empty(device="cpu")
+        cast(Any, module).tie_weights()
+    if case.plan.adapters is not None:
+        module = with_adapters(module, case.plan, case.plan.adapters, device)
     if stored != FP32:
-        for one in module.parameters():
+        for one in filter(torch.is_floating_point, module.parameters()):
             one.data = one.data.to(torch_dtype(stored))
     return module
