@@ -348,7 +348,7 @@ class FSDPModule(StageModule[FsdpState]):
 
     def _with_following(self, rows: Sequence[UnitRow]) -> Iterator[tuple[*UnitRow, ParamGroup | None]]:
         """Rows of units of a forward pass, each with the unit that is gathered ahead there, if any is."""
-        after = [*[row[0] for row in rows[1:]], self.units.head]
+        after = [*[row[0] for row in rows[1:]], self.units.head][: len(rows)]
         for (group, segments, times), following in zip(rows, after, strict=True):
             n_before = times - 1 if self.units.prefetches and following is not group else 0
             if n_before:
