@@ -94,7 +94,7 @@ def _of_length(buffer: TracedTensor, seq_len: int) -> TracedTensor:
 @contextmanager
 def torchtitan_backend() -> Iterator[None]:
     """A block in which torchtitan's modules are divided as PyTorch's releases can."""
-    with installed("torchtitan's mixtures", "torchtitan"), without_remarks():
+    with installed("a mixture of torchtitan's", "torchtitan"), without_remarks():
         utils = import_module("torchtitan.distributed.utils")
     with patch.object(utils, "_spmd_backend", BACKEND):
         yield
@@ -113,7 +113,7 @@ def mixture_of(config: Config, seq_len: int) -> nn.Module:
             "leave implementation out.",
             kind="a mixture that is none of torchtitan's",
         )
-    with installed("torchtitan's mixtures", "torchtitan"), without_remarks():
+    with installed("a mixture of torchtitan's", "torchtitan"), without_remarks():
         settings = MADE[kind](config, seq_len)
         attention = import_module("torchtitan.models.common.attention")
     for layer in settings.layers:

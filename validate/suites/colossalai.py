@@ -1,18 +1,13 @@
 """Colossal-AI: LowLevelZeroPlugin, stages 1 and 2."""
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from memplan.engines.options import plan_of
-from memplan.errors import InvalidValue
-from memplan.models import Decoder
-from memplan.tape import Backend
-from validate.cases import UNTIMED_STEPS, Case, runnable, title
+from validate.cases import Case
 from validate.gpus import Gpus
+from validate.suites.alone import FULL, GPT_XL, LLAMA_8B, Large, Small, cases_alone, small_cases
 from validate.suites.models import GPT, GPT_TIED, LLAMA, LLAMA_ODD, LLAMA_TIED
 
-SMALL: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
+SMALL: Final[tuple[Small, ...]] = (
     (LLAMA, {"zero": 1}),
     (LLAMA, {"zero": 1, "overlap_communication": False, "precision": "bf16-mixed"}),
     (GPT, {"zero": 1, "dp": 3, "reduce_bucket_size": 20_000, "precision": "bf16-mixed", "micro_batch": 2}),
@@ -34,12 +29,7 @@ SMALL: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
 )  # fmt: skip
 """Models and what each plan has beside ZeRO-2 of two ranks in float32."""
 
-LLAMA_8B: Final = runnable("llama-3-8b")
-GPT_XL: Final = replace(runnable("gpt2-xl"), tied_head=False, max_seq_len=4096)
-
-FULL: Final[dict[str, Any]] = {"recompute": "full"}
-
-LARGE: Final[tuple[tuple[Decoder, int, dict[str, Any], int], ...]] = (
+LARGE: Final[tuple[Large, ...]] = (
     (LLAMA_8B, 8, {"zero": 1, **FULL}, 0),
     (LLAMA_8B, 8, {"zero": 1, "overlap_communication": False, **FULL}, 1),
     (LLAMA_8B, 8, {"zero": 1, "global_batch": 24, **FULL}, 7),
@@ -64,20 +54,7 @@ LARGE: Final[tuple[tuple[Decoder, int, dict[str, Any], int], ...]] = (
 
 def colossalai() -> tuple[Case, ...]:
     """Colossal-AI on CPU ranks."""
-    return tuple(_small())
-
-
-def _small() -> Iterator[Case]:
-    for model, asked in SMALL:
-        usual: dict[str, Any] = {
-            "engine": "colossalai",
-            "dp": 2,
-            "zero": 2,
-            "precision": "fp32",
-            "seq_len": 64,
-        }
-        plan = plan_of(**usual | asked)
-        yield Case(name=f"{title(model, plan)}, Colossal-AI", model=model, plan=plan)
+    return tuple(small_cases("colossalai", "Colossal-AI", SMALL))
 
 
 def gpu_colossalai(gpus: Gpus | None) -> tuple[Case, ...]:
@@ -86,24 +63,4 @@ def gpu_colossalai(gpus: Gpus | None) -> tuple[Case, ...]:
     Raises:
         InvalidValue: without a GPU.
     """
-    if gpus is None:
-        raise InvalidValue(
-            "gpu-colossalai has models of true size; use --device nogpu, or the suite colossalai."
-        )
-    return tuple(_large(*row, gpus) for row in LARGE)
-
-
-def _large(model: Decoder, n_layers: int, asked: dict[str, Any], rank: int, gpus: Gpus) -> Case:
-    usual: dict[str, Any] = {
-        "engine": "colossalai",
-        "dp": 8,
-        "zero": 2,
-        "precision": "bf16-mixed",
-        "seq_len": 4096,
-    }
-    plan = plan_of(**usual | asked)
-    own = replace(model, n_layers=n_layers)
-    name = f"{title(own, plan)}, {n_layers} layers, {plan.n_micro_batches} x {plan.seq_len}, rank {rank}"
-    case = Case(name=name, model=own, plan=plan, rank=rank, steps=UNTIMED_STEPS, timeout_s=600.0)
-    backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
-    return replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend)
+    return tuple(cases_alone("colossalai", LARGE, gpus))

@@ -1,18 +1,13 @@
 """FairScale: OSS under DistributedDataParallel and ShardedDataParallel."""
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from memplan.engines.options import plan_of
-from memplan.errors import InvalidValue
-from memplan.models import Decoder
-from memplan.tape import Backend
-from validate.cases import UNTIMED_STEPS, Case, runnable, title
+from validate.cases import Case
 from validate.gpus import Gpus
+from validate.suites.alone import FULL, GPT_XL, LLAMA_8B, Large, Small, cases_alone, small_cases
 from validate.suites.models import GPT, GPT_TIED, LLAMA, LLAMA_ODD, LLAMA_TIED
 
-SMALL: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
+SMALL: Final[tuple[Small, ...]] = (
     (LLAMA, {"zero": 1}),
     (GPT, {"zero": 1, "dp": 4, "clip_grad_norm": 0.1}),
     (GPT, {"zero": 1, "dp": 3, "precision": "bf16-mixed", "micro_batch": 2}),
@@ -30,12 +25,7 @@ SMALL: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
 )
 """Models and what each plan has beside ZeRO-2 of two ranks in float32."""
 
-LLAMA_8B: Final = runnable("llama-3-8b")
-GPT_XL: Final = replace(runnable("gpt2-xl"), tied_head=False, max_seq_len=4096)
-
-FULL: Final[dict[str, Any]] = {"recompute": "full"}
-
-LARGE: Final[tuple[tuple[Decoder, int, dict[str, Any], int], ...]] = (
+LARGE: Final[tuple[Large, ...]] = (
     (LLAMA_8B, 8, {"zero": 1}, 0),
     (LLAMA_8B, 8, {"zero": 1, **FULL, "global_batch": 24}, 7),
     (LLAMA_8B, 8, {"zero": 1, "dp": 64, "precision": "bf16", **FULL}, 1),
@@ -57,20 +47,7 @@ LARGE: Final[tuple[tuple[Decoder, int, dict[str, Any], int], ...]] = (
 
 def fairscale() -> tuple[Case, ...]:
     """FairScale on CPU ranks."""
-    return tuple(_small())
-
-
-def _small() -> Iterator[Case]:
-    for model, asked in SMALL:
-        usual: dict[str, Any] = {
-            "engine": "fairscale",
-            "dp": 2,
-            "zero": 2,
-            "precision": "fp32",
-            "seq_len": 64,
-        }
-        plan = plan_of(**usual | asked)
-        yield Case(name=f"{title(model, plan)}, FairScale", model=model, plan=plan)
+    return tuple(small_cases("fairscale", "FairScale", SMALL))
 
 
 def gpu_fairscale(gpus: Gpus | None) -> tuple[Case, ...]:
@@ -79,18 +56,4 @@ def gpu_fairscale(gpus: Gpus | None) -> tuple[Case, ...]:
     Raises:
         InvalidValue: without a GPU.
     """
-    if gpus is None:
-        raise InvalidValue(
-            "gpu-fairscale has models of true size; use --device nogpu, or the suite fairscale."
-        )
-    return tuple(_large(*row, gpus) for row in LARGE)
-
-
-def _large(model: Decoder, n_layers: int, asked: dict[str, Any], rank: int, gpus: Gpus) -> Case:
-    usual: dict[str, Any] = {"engine": "fairscale", "dp": 8, "zero": 2, "seq_len": 4096}
-    plan = plan_of(**usual | asked)
-    own = replace(model, n_layers=n_layers)
-    name = f"{title(own, plan)}, {n_layers} layers, {plan.n_micro_batches} x {plan.seq_len}, rank {rank}"
-    case = Case(name=name, model=own, plan=plan, rank=rank, steps=UNTIMED_STEPS, timeout_s=600.0)
-    backend: Backend = "nccl" if gpus.device == "nogpu" else "fake"
-    return replace(case, device=gpus.device, gpu=gpus.known_as, backend=backend)
+    return tuple(cases_alone("fairscale", LARGE, gpus))
