@@ -255,6 +255,8 @@ def trust_text(estimate: Estimate) -> str:
     if not estimate.device.has_rules:
         return "Bytes by CUDA's rules: nothing is known here of ROCm's kernels and allocator, so no verdict."
     if estimate.confirmed == "unconfirmed" and not estimate.device.on_cpu:
+        if estimate.engine.compared_with:
+            return estimate.engine.compared_with
         known = ", ".join(estimate.engine.confirmed_gpus)
         return f"Bytes by CUDA's rules, not checked for this GPU{f' (only for {known})' if known else ''}."
     gpu = "an H100, since no GPU was named," if estimate.cluster is None else "this GPU"

@@ -228,7 +228,8 @@ class Engine(ABC):
     """The axes beside whose ranks weights are sharded, by ZeRO 2 or 3."""
     confirmed_gpus: ClassVar[tuple[str, ...]] = ()
     """The GPUs whose software ran the engine's plans without a GPU, and gave its bytes."""
-
+    compared_with: ClassVar[str] = ""
+    """What others measured on GPUs that its bytes were compared with, in a sentence."""
     confirmed_on_cpu: ClassVar[bool] = False
     """Whether the rules have been compared with runs on CPU ranks."""
 
