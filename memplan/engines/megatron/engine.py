@@ -557,8 +557,8 @@ class MegatronEngine(Engine):
         yield (
             "Bytes of Megatron-Core are compared with NVIDIA's own tests on H100 and A100, times with "
             "published steps in fp16 on A100 and in fp8 on H100. The interval's upper end has "
-            f"{self.reserves_more:.0%} more than a replay of the allocator reserves, as the largest difference "
-            "from runs without a GPU."
+            f"{self.reserves_more:.0%} more than a replay of the allocator reserves, as the largest "
+            "difference from runs without a GPU."
         )
         if n_bytes := self.outside_bytes(plan, model):
             yield (
