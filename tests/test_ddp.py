@@ -130,7 +130,7 @@ def test_payloads_by_hand(hook, dtype, expected):
 def test_what_a_hook_allocates_beside_a_bucket(hook, dtype, most_bytes):
     bucket = bucket_of([Parameter("w", (20, 40), FP32), Parameter("b", (40,), FP32)], hook)
     held, most = 0, 0
-    for event in changes(reduction(hook, bucket, dtype)):
+    for event in changes(reduction(hook, bucket, dtype, "dp")):
         held += event.sign * event.buffer.n_bytes
         most = max(most, held)
     assert (held, most) == (0, most_bytes)
