@@ -60,7 +60,7 @@ class KnownValues:
         out = without_data()
         if operator.is_constant and _can_be_known(out, most_floats=0):
             with _disable_current_modes():
-                blank = tree_map_only(Tensor, lambda one: torch.zeros(one.shape), operation.args)
+                blank = tree_map_only(Tensor, _zeros, operation.args)
                 out.real_tensor = operation.func(*blank, **{**operation.kwargs, "device": None})
             return out
         written = operation.written if operator.writes else ()
@@ -125,6 +125,11 @@ def _number(tensor: Tensor) -> Any:
     if tensor.is_floating_point() and not _is_known(tensor):
         return math.nan
     return known_value(tensor).item()
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Zeros in memory, of a tensor's shape and type."""
+    return torch.zeros(like.shape, dtype=like.dtype)
 
 
 def _forget(written: Iterable[Tensor]) -> None:
