@@ -154,7 +154,7 @@ def unknown_name(what: str, name: object, known: Iterable[str], listed: str = ""
     unknown model 'lama-2-7b'; did you mean 'llama-2-7b'? Known: gpt2, llama-2-7b.
     """
     names = sorted(known)
-    shown = name[:80] if isinstance(name, str) else shown_value(name)
+    shown = name[:60] if isinstance(name, str) else shown_value(name)
     if (sentence := not_modelled(what, shown)) is not None:
         return UnknownName(sentence)
     if what.endswith(KEYWORDS) and (option := option_of(shown)) is not None:

@@ -37,16 +37,16 @@ class Kept(NamedTuple):
 
     Attributes:
         code: its class, as `module:name`.
-        moments: the tensors, as its code names them.
-        factored: those of a tensor of two dims or more in place of `moments`: one over its rows, one over its
-            columns.
+        moments: the state's tensors, as its code names them.
+        factored: the names of Adafactor's row and column averages, which replace `moments` for weights with
+            two dimensions or more.
         scalars: its float32 scalars, on the host unless the update is fused.
         device_scalars: its float32 scalars that are where the weight is.
         others: AdamW's tensors for the weights that Muon does not update, all but the blocks' matrices.
             None: one optimizer updates all weights.
-        bits: of an element of them; None: as many as the weight's.
-        paged: large ones are in memory that CUDA moves between GPU and host.
-        made_with_it: when it is constructed, not by its first step.
+        bits: the bits of an element of the state; None: as many as the weight's.
+        paged: large tensors of the state are in memory that CUDA moves between GPU and host.
+        made_with_it: the state is made by the constructor, not by the first step.
     """
 
     code: str

@@ -35,7 +35,7 @@ class Weight(NamedTuple):
         return *self.shape[:-2], 1, self.shape[-1]
 
     def buffer(self, what: str, shape: Shape | None = None, dtype: DType | None = None) -> Buffer:
-        """A temporary of the weight's shape and type, or of others, as often as there are such weights."""
+        """One buffer for a temporary of all `times` weights, by default of the weight's shape and dtype."""
         whole = self.shape if shape is None else shape
         return buffer_of(f"{self.name} ({what})", (self.times, *whole), dtype or self.dtype)
 
@@ -86,12 +86,12 @@ def _of_torchao(kept: Kept, weight: Weight, moment: str) -> Iterator[Buffer]:
 
 
 def is_fp8(kept: Kept) -> bool:
-    """Whether codes are floats of eight bits, which stand for themselves."""
+    """Whether the quantized state is in float8, so that it needs no table of values (`qmap`)."""
     return kept.code.endswith("Fp8")
 
 
 def blocks_of_torchao(kept: Kept, n_elements: int) -> int:
-    """The elements that share a scale; 0: the moments of so many are not of few bits."""
+    """The block size of a quantized moment of this many elements; 0: the moment is not quantized."""
     block = 128 if kept.bits == 4 else 256
     narrow = kept.bits is not None and n_elements >= LEAST_OF_8_BITS and n_elements % block == 0
     return block if narrow else 0
@@ -128,9 +128,10 @@ class Variables:
         beside: Sequence[Buffer] = (),
         scratch: Sequence[Buffer] = (),
     ) -> Iterator[Event]:
-        """A variable's next tensor: it is made, then what it is made of goes, then the tensor before.
+        """Assign a new tensor to a Python variable of the loop.
 
-        `beside` is what it is made of, `scratch` what its kernel takes.
+        `beside` and `scratch` are freed once the tensor is computed, then the variable's old tensor is.
+        `beside`: the temporaries that the tensor is computed from. `scratch`: its kernel's workspace.
         """
         if (weight, what) not in self._made:
             self._made[weight, what] = weight.buffer(what, shape, dtype)

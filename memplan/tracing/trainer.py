@@ -18,8 +18,8 @@ N_ITEMS: Final = "num_items_in_batch"
 def as_trainer_calls(module: nn.Module, by: ByTrainer, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs with a mask of padding that is all ones; the module's forward is changed in place.
 
-    The count of a step's tokens is an input where FSDP2 casts it, else a number in the place of a tensor that
-    the loss is divided by.
+    `num_items_in_batch`, by which the loss is divided, is a tensor among the inputs where FSDP2 casts it.
+    Elsewhere it is a Python float.
 
     Source: transformers.trainer (`Trainer.compute_loss`); accelerate.accelerator
     (`Accelerator.prepare_model`); accelerate.utils.operations (`ConvertOutputsToFp32`).

@@ -82,7 +82,9 @@ def mixture_stage(
     experts: DeviceMesh | None,
     device: torch.device,
 ) -> nn.Module:
-    """A pipeline stage of a mixture, or all of it, as torchtitan's functions make it.
+    """One pipeline stage of a mixture of experts, split and parallelized by torchtitan's own functions.
+
+    Without a pipeline it is the whole model.
 
     Source: torchtitan/distributed/pipeline_parallel.py (`pipeline_llm`),
     torchtitan/models/qwen3/parallelize.py (`parallelize_qwen3`).
