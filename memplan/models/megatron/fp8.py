@@ -16,6 +16,7 @@ from memplan.models.megatron.layers import (
     operands_of,
     row_output,
     sent,
+    sum_input_gradient,
     wgrads,
     whole_sequence,
 )
@@ -187,7 +188,8 @@ def norm_column_linear(
                 gemm_out = Tensor(tape, whole, dtype, is_view=True)
                 if not config.tp_comm_overlap:
                     gemm_out = tape.new("dgrad", whole, dtype)
-                dgrad = summed(tape, gemm_out, shape, config, of_own)
+                dgrad = tape.new("scattered dgrad", shape, dtype) if gathers else gemm_out
+            sum_input_gradient(tape, whole, dtype, config, of_own)
         if total is not None:
             total = transposed(tape, total, "normed input", whole, fp8)
         of_weight = wgrads(tape, (n_out, n_in), dtype, bias=False, config=config)
@@ -215,20 +217,6 @@ def norm_column_linear(
     )
     y.node.computes(ComputeKind.SCALED_MM, operands_of(out, n_in), 0, 1 + len(of.parameters))
     return y
-
-
-def summed(tape: Tape, grad: Tensor, shape: Shape, config: TransformerConfig, beside: Compute) -> Tensor:
-    """The gradient of the input of a product by columns, summed over tensor ranks: this rank's part.
-
-    `beside`: the product of the weight's gradient, which runs while the sum is sent.
-    """
-    if config.sequence_parallel:
-        part = tape.new("scattered dgrad", shape, grad.dtype)
-        sent(tape, "reduce_scatter", "input gradient", grad, grad.dtype, beside)
-        return part
-    if config.tp > 1:
-        sent(tape, "all_reduce", "input gradient", grad, grad.dtype, beside)
-    return grad
 
 
 def row_linear(

@@ -52,6 +52,16 @@ def sent(
     tape.collective(kind, "tp", what, n_elements(shape) * dtype.itemsize, beside)
 
 
+def sum_input_gradient(
+    tape: Tape, shape: Shape, dtype: DType, config: TransformerConfig, beside: Compute
+) -> None:
+    """Sum the gradient of the input of a product by columns over tensor ranks, while `beside` is computed."""
+    if config.sequence_parallel:
+        sent(tape, "reduce_scatter", "input gradient", shape, dtype, beside)
+    elif config.tp > 1:
+        sent(tape, "all_reduce", "input gradient", shape, dtype, beside)
+
+
 def forward_gemm(
     tape: Tape, shape: Shape, n_in: int, dtype: DType, config: TransformerConfig,
     kind: ComputeKind = ComputeKind.MM,
@@ -147,9 +157,7 @@ def te_norm_column_linear(
             gemm_out = None if config.tp_comm_overlap else tape.new("dgrad", gathered, dtype)
             if config.sequence_parallel:
                 _in_memory(local, "scattered dgrad", x_shape, dtype, config)
-                sent(tape, "reduce_scatter", "input gradient", gathered, dtype, wgrad)
-            elif config.tp > 1:
-                sent(tape, "all_reduce", "input gradient", gathered, dtype, wgrad)
+            sum_input_gradient(tape, gathered, dtype, config, wgrad)
             grads = wgrads(tape, (n_out, n_in), dtype, bias=bias, config=config)
             gemm_out = gemm_out or tape.new("scattered dgrad", x_shape, dtype)
         ln_out.storage = None  # clear_tensor_data(ln_out)
@@ -193,9 +201,7 @@ def input_gradient(
     if config.sequence_parallel:
         local.keep(grad)
         grad = tape.new("scattered dgrad", shape, dtype)
-        sent(tape, "reduce_scatter", "input gradient", gathered, dtype, beside)
-    elif config.tp > 1:
-        sent(tape, "all_reduce", "input gradient", gathered, dtype, beside)
+    sum_input_gradient(tape, gathered, dtype, config, beside)
     return grad
 
 
