@@ -49,6 +49,7 @@ def transformer_config(
     return TransformerConfig(
         tp=plan.tp,
         sequence_parallel=plan.sequence_parallel,
+        async_tensor_model_parallel_allreduce=not options.megatron_deepspeed,
         tp_comm_overlap=options.tp_comm_overlap,
         cp=plan.cp,
         cp_rank=plan.cp - 1 if cp_rank is None else cp_rank,

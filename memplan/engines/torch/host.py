@@ -27,8 +27,8 @@ def host_of(stages: RankStages) -> HostRecord | None:
     if not stages.offloads:
         return HostRecord(pinned=saved, pageable=Counter(), step=chain("host")) if saved else None
     states = stages.states
-    pageable = Counter({buffer: n for buffer, n in states.items() if buffer.kind == "optimizer"})
-    pinned = states - pageable + stages.grads + Counter(dict(_rest_of_blocks(stages)))
+    moments = Counter({buffer: n for buffer, n in states.items() if buffer.kind == "optimizer"})
+    pinned = states - moments + stages.grads + Counter(dict(_rest_of_blocks(stages)))
     plan = stages.plan
     older = not stages.options.set_to_none or (plan.pp == 1 and plan.n_micro_batches > 1)
     added = list(stages.grads) if older else []
@@ -36,7 +36,7 @@ def host_of(stages: RankStages) -> HostRecord | None:
     copies = [event for buffer in arrived for event in (*allocs(buffer), *frees(buffer))]
     return HostRecord(
         pinned=pinned + saved,
-        pageable=pageable,
+        pageable=moments + stages.step_counts,
         step=chain("host", events("accumulation", copies), update(stages)),
     )
 

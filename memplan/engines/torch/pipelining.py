@@ -103,13 +103,17 @@ def _one_forward_one_backward(stages: RankStages, module: Module) -> list[Stretc
     holds = stage.keeps_sent and not stage.last and 0 <= sent_alone < last_turn
 
     def turn(i: int) -> Stretch:
-        forward = forward_pass(module, module.forward(replaces=stage.last)) if 0 < i <= last_turn else None
-        if i == m - 1:
-            module.require_gradient_sync()
-        sent = [module.release_input_grad] * (i > 0 and not stage.first)
         is_freed = not (stage.last or i == m - 1 or (holds and i == sent_alone))
-        outputs = [module.release] * (is_freed + (holds and i == last_turn))
-        backward = backward_pass(module, module.backward(), *sent, *outputs)
+        outputs = is_freed + (holds and i == last_turn)
+        key = 0 < i <= last_turn, i == m - 1, i > 0 and not stage.first, outputs
+        return module.play(("turn", *key), lambda: made(*key))
+
+    def made(forwards: bool, syncs: bool, sent: bool, outputs: int) -> Stretch:
+        forward = forward_pass(module, module.forward(replaces=stage.last)) if forwards else None
+        if syncs:
+            module.require_gradient_sync()
+        freed = *[module.release_input_grad] * sent, *[module.release] * outputs
+        backward = backward_pass(module, module.backward(), *freed)
         return backward if forward is None else chain("forward and backward", forward, backward)
 
     cuts = {0, 1, last_turn, last_turn + 1, m - 1, m} | ({sent_alone, sent_alone + 1} if holds else set())

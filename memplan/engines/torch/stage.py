@@ -272,6 +272,7 @@ class RankStages:
         self.model, self.plan, self.device, self.backend = model, plan, device, one.backend
         self.options, self.weight_dtype = one.options, one.weight_dtype
         self.offloads, self.update_device = one.offloads, one.update_device
+        self._optimizer_states: dict[tuple[Parameter, Shape], list[Buffer]] = {}
 
     @property
     def trainer(self) -> KeptByTrainer | None:
@@ -324,7 +325,7 @@ class RankStages:
 
     def trained_parameters(self) -> list[Parameter]:
         """The optimizer's parameters: the ones that require gradients, in the module's order."""
-        return trained(parameter for part, n in self.stored_parts for parameter in [*part] * n)
+        return [parameter for part, n in self.stored_parts for parameter in trained(part) * n]
 
     @cached_property
     def counted_parameters(self) -> list[tuple[Parameter, int]]:
@@ -360,7 +361,7 @@ class RankStages:
             return sum([one.n_bytes for one in self.optimizer_states(parameter)])
 
         each = {p: state_bytes(p) for p, _ in self.counted_trained_parameters()}
-        sizes = [sum([each[p] for p in owned]) for owned in self.partition]
+        sizes = [sum(map(each.__getitem__, owned)) for owned in self.partition]
         dp, cp = divmod(sizes.index(max(sizes)), self.plan.cp)
         return self.at(dp=dp, cp=cp)
 
@@ -423,8 +424,12 @@ class RankStages:
 
     def optimizer_states(self, parameter: Parameter) -> list[Buffer]:
         """The optimizer's tensors of a parameter on the device that updates it, as they are made."""
-        weight = Weight(parameter.name, self.state_shape(parameter), self.weight_dtype)
-        return states_of(self.kept_of(parameter), weight, on_host=not self.stages[0].scalars_on_device)
+        key = parameter, self.state_shape(parameter)
+        if key not in self._optimizer_states:
+            kept, weight = self.kept_of(parameter), Weight(parameter.name, key[1], self.weight_dtype)
+            on_host = not self.stages[0].scalars_on_device
+            self._optimizer_states[key] = states_of(kept, weight, on_host=on_host)
+        return self._optimizer_states[key]
 
     def is_of_8_bits(self, parameter: Parameter) -> bool:
         """Whether the optimizer's state of a parameter is of eight bits."""
@@ -453,7 +458,7 @@ class RankStages:
     @cached_property
     def rest(self) -> Alive:
         """What is alive on the device between steps; offloaded states are the host's."""
-        held: Alive = Counter() if self.offloads else self.states - self.step_counts
+        held: Alive = Counter() if self.offloads else self.states.copy()
         held.update(workspace for _, workspace in self.kept_workspaces)
         for more in (
             self.inputs, self.mesh, self.barrier, self.hook_workspaces, self.loss_scale, self.clipping
@@ -486,8 +491,8 @@ class RankStages:
 
     @cached_property
     def states(self) -> Alive:
-        """Weights, padding or DDP's buckets, optimizer state."""
-        alive: Alive = Counter(self.maps_of_8_bits) + self.step_counts
+        """Weights, padding or DDP's buckets, and the optimizer's state apart from `step_counts`."""
+        alive: Alive = Counter(self.maps_of_8_bits)
         dtype = self.weight_dtype
         sharded, in_buckets = self.plan.fsdp, self.plan.ddp
         of_bucket: Kind = "grads" if self.options.gradient_as_bucket_view else "temporaries"

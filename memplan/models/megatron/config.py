@@ -42,6 +42,8 @@ class TransformerConfig(NamedTuple):
     multi-token prediction. `cross_entropy` is the fused loss ("native" or "te"; empty: none). `ep` ranks have
     different experts, each of which `etp` ranks divide (`expert_model_parallel_size`,
     `expert_tensor_parallel_size`); `moe_use_legacy_grouped_gemm`: their products are those of grouped_gemm.
+    Without `async_tensor_model_parallel_allreduce` a linear's backward pass waits for the sum of its input's
+    gradient, and computes its weight's after it.
     With `tp_comm_overlap` what tensor ranks send is in Userbuffers, outside PyTorch's allocator.
     `fp8`: how matrix products of the layers run in 8 bits; None: they run in bfloat16. With
     `first_last_layers_bf16` the first and the last layer run in bfloat16.
@@ -49,6 +51,7 @@ class TransformerConfig(NamedTuple):
 
     tp: int = 1
     sequence_parallel: bool = False
+    async_tensor_model_parallel_allreduce: bool = True
     tp_comm_overlap: bool = False
     cp: int = 1
     cp_rank: int = 0

@@ -55,11 +55,16 @@ def sent(
 def sum_input_gradient(
     tape: Tape, shape: Shape, dtype: DType, config: TransformerConfig, beside: Compute
 ) -> None:
-    """Sum the gradient of the input of a product by columns over tensor ranks, while `beside` is computed."""
+    """Sum the gradient of the input of a product by columns over tensor ranks, while `beside` is computed.
+
+    Source: megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication. Megatron of
+    2021 and BigScience's waited in `copy_to_tensor_model_parallel_region` instead.
+    """
     if config.sequence_parallel:
         sent(tape, "reduce_scatter", "input gradient", shape, dtype, beside)
     elif config.tp > 1:
-        sent(tape, "all_reduce", "input gradient", shape, dtype, beside)
+        meanwhile = beside if config.async_tensor_model_parallel_allreduce else None
+        sent(tape, "all_reduce", "input gradient", shape, dtype, meanwhile)
 
 
 def forward_gemm(
