@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
 from memplan.device import Device
 from memplan.engines.base import DataParallelism, Engine, PartCosts, RankRecord
@@ -123,6 +124,13 @@ class MegatronRank:
                 )  # fmt: skip
             self.chunks.append(known[key])
         self.last = any(chunk.last for chunk in self.chunks)
+
+    def at_place_of(self, other: Self) -> Self:
+        """This rank at the place in the pipeline of one with equal chunks; what is known of them is kept."""
+        moved = copy(self)
+        moved.rank = replace(self.rank, pp=other.rank.pp)
+        moved.indices, moved.layers = other.indices, other.layers
+        return moved
 
     @property
     def has_experts(self) -> bool:
@@ -361,7 +369,7 @@ class MegatronRank:
         for shape in sorted(shape for shape in shapes if len(shape) == 2):
             yield buffer_of("dummy wgrad", shape, self.chunks[0].params_dtype)
 
-    @property
+    @cached_property
     def rest(self) -> Alive:
         """What is alive between steps."""
         alive: Alive = Counter([buffer for chunk in self.states for buffer in chunk.kept])
@@ -583,14 +591,21 @@ class MegatronEngine(Engine):
             )
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
-        known: dict[_Ends, ModelChunk] = {}
-        for pp_rank in range(plan.pp):
-            if megatron_options(plan).megatron_deepspeed:
+        model = gpt_model(model)
+        if megatron_options(plan).megatron_deepspeed:
+            for pp_rank in range(plan.pp):
                 yield DeepSpeedRank(model, plan, Rank(pp=pp_rank), device).record
-                continue
+            return
+        known: dict[_Ends, ModelChunk] = {}
+        alike: dict[tuple[object, ...], MegatronRank] = {}
+        for pp_rank in range(plan.pp):
             rank = MegatronRank(model, plan, Rank(pp=pp_rank, cp=plan.cp - 1), device, known)
-            if fullest := rank.fullest:
+            key = not pp_rank, *rank.chunks  # the first stage has buckets of its own
+            if key in alike:
+                rank = alike[key].at_place_of(rank)
+            elif fullest := rank.fullest:
                 rank = MegatronRank(model, plan, replace(rank.rank, dp=fullest), device, known)
+            alike[key] = rank
             yield rank.record
 
     def play_rank(

@@ -172,13 +172,14 @@ class _OneForwardOneBackward:
 
     def _loop(self, loop: Loop) -> list[Stretch]:
         found: list[Stretch] = []
-        left = loop.times
+        left, state = loop.times, self._state
         while left > 0:
-            before = self._state
+            before = state
             parts: list[Stretch] = []
             for part in loop.parts:
                 parts += [self._act(part)] if isinstance(part, Action) else self._loop(part)
-            if self._state == before:
+            state = self._state
+            if state == before:
                 return [*found, repeated(chain("actions", *parts), left)]
             found += parts
             left -= 1
