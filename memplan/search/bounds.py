@@ -500,8 +500,9 @@ def _least_bytes(plans: _Plans) -> Bytes:
         + instant.every_stage[place] * data.unsharded_bytes
         for instant in instants
     )
-    held = np.maximum(at_first, np.where(instants[1].there[place], later + data.grads_bytes, 0))
-    held = np.maximum(held, at_first + _reduced_bytes(plans, data, saved_bytes))
+    with_grads = np.where(instants[1].there[place], later + data.grads_bytes, at_first)
+    reduced = with_grads + _reduced_bytes(plans, data, saved_bytes)
+    held = reduce(np.maximum, [at_first, with_grads, reduced])
     received_bytes = plans.for_micro_batch(lambda costs: costs.received_bytes)
     received = plans.m * plans.of_pipelines(lambda one: one.n_neighbours) * received_bytes
     found: Bytes = np.floor((data.states_bytes + received + held) * (1 - ROUNDING))

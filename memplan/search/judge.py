@@ -101,13 +101,15 @@ class Judge:
         most = self._room if self._is_again else np.maximum(self._room, self._most)
         return np.asarray(memory <= most[_communicators(grid)], np.bool_)
 
-    def judged(self, plan: Plan, most_over_bytes: float = inf) -> Judged | None:
+    def judged(self, plan: Plan, most_over_bytes: float = inf, *, least_bytes: float = 0) -> Judged | None:
         """A plan's figures; None if it exceeds the budget by more than `most_over_bytes`.
 
-        Ranks are played one after the other, until one exceeds it.
+        `least_bytes`: a lower bound of its bytes. Ranks are played one after the other, until one exceeds it.
         """
         device = self.cluster.gpu.device
         room_bytes = float(self._room[plan.mesh.n_communicators])
+        if least_bytes > room_bytes + most_over_bytes:
+            return None
         stages = []
         for stage in stage_estimates(self.model, plan, device):
             if stage.most_bytes > room_bytes + most_over_bytes:
@@ -212,11 +214,12 @@ def _judged_in_order(
     """Plans within the budget, best first; plans beyond it; whether the `keep` best are sure to be found."""
     within: list[tuple[tuple[float, ...], Judged]] = []
     beyond: list[Plan] = []
+    bytes_at = OBJECTIVES[objective].index("peak_bytes")
     for entry in pool:
         if len(within) >= keep and entry.keys > within[keep - 1][0]:
             return [found for _, found in within], beyond, True
         plan = entry.grid.plan(entry.place)
-        if (found := judge.judged(plan, 0)) is None:
+        if (found := judge.judged(plan, 0, least_bytes=entry.keys[bytes_at])) is None:
             beyond.append(plan)
         else:
             insort(within, (found.keys(objective), found), key=lambda ranked: ranked[0])
@@ -241,7 +244,7 @@ def front(judge: Judge, grids: Grids, keep: int) -> Ranked:
             if any(kept.keys("front") < entry.keys and kept.peak_bytes <= entry.keys[1] for kept in within):
                 continue
             plan = grid.plan(entry.place)
-            if (found := judge.judged(plan, 0)) is None:
+            if (found := judge.judged(plan, 0, least_bytes=entry.keys[1])) is None:
                 beyond.append(plan)
                 continue
             n_within += 1

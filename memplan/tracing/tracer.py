@@ -275,7 +275,7 @@ def _traced(
             f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
         )
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
-    if compiles or experts_within:  # under autocast nothing is compiled yet
+    if compiles or experts_within:  # under autocast neither is traced yet
         runs = dict.fromkeys([run for run in runs if not run[1]])
     if "cp" in mesh:  # float32 last, as fewer attention kernels take it
         runs = dict.fromkeys(sorted(runs, key=lambda run: (run[0] == "float32", not run[1])))
@@ -287,9 +287,10 @@ def _traced(
             "'bf16-mixed' or 'fp16-mixed'."
         )
     if not runs:
+        what = "compiled blocks" if compiles else "experts over expert-parallel ranks"
         raise InvalidValue(
-            f"precisions={shown_value(precisions)} run under autocast, which is not traced of "
-            "compiled blocks; use 'bf16-mixed' or 'bf16'."
+            f"precisions={shown_value(precisions)} run under autocast, which is not traced of {what}; use "
+            "'bf16-mixed' or 'bf16'."
         )
     shapes = Shapes(CudaTensors() if (plays_cuda := runs_on == CUDA and not executed) else None)
     why, kind = "", {"any_length": any_length, "zero3": zero3, "experts_within": experts_within}
