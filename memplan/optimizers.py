@@ -65,6 +65,11 @@ class Kept(NamedTuple):
         return self.code.partition(".")[0]
 
     @property
+    def makes_states_in_turn(self) -> bool:
+        """Whether the first step makes each weight's state just before it updates that weight."""
+        return self.package == "torchao"
+
+    @property
     def whose(self) -> str:
         """The words for it in errors."""
         return f"{self.package}' optimizers" if self.package != "torch" else self.code.replace(":", ".")

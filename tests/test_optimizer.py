@@ -11,11 +11,13 @@ from memplan import Llama
 from memplan.device import CPU
 from memplan.engines.checks import check_plan
 from memplan.engines.options import plan_of, with_said
-from memplan.errors import MemplanError
+from memplan.engines.torch.dtensor import ROWS, TERM, Ranks
+from memplan.errors import MemplanError, MissingRule
 from memplan.estimate import StageEstimate, rank_estimate
 from memplan.hardware import gpu
 from memplan.plan import Rank
-from memplan.record import Compute, Stretch
+from memplan.record import Collective, Compute, Stretch
+from memplan.tape import OpContext
 from memplan.time.step import model_flops
 from validate.cases import Case
 from validate.launch import run_case
@@ -96,6 +98,40 @@ def test_muon_keeps_a_moment_of_the_blocks_matrices_and_leaves_the_rest_to_adamw
     assert states.optimizer_bytes / 2 <= fullest < states.optimizer_bytes
 
 
+def test_muon_of_shards_gathers_wide_matrices_and_sums_products_of_tall_ones():
+    """Five times each: a wide one, its (a, a) product and it again; two (a, a) products of a tall one."""
+    wide, tall = [(8, 8), (4, 8), (4, 8), (8, 8), (8, 16)], [(16, 8)] * 2
+    gathered = 2 * 5 * sum(2 * a * b + a * a for a, b in wide) * 2
+    summed = 2 * 5 * sum(2 * b * b for _, b in tall) * 2
+    found = estimated(optimizer="muon", dp=2, zero=3, precision="fp32").collectives
+    sent = Counter({(c.kind, c.what): c.payload_bytes for c in found if "orthogonal" in c.what})
+    assert sent == {
+        ("all_gather", "orthogonalization"): gathered,
+        ("all_reduce", "orthogonalization"): summed,
+    }
+    assert all_reduces("norms of matrices", optimizer="muon", dp=2, zero=3) == {"dp": 2 * 2 * 7}
+
+
+def test_large_matrices_are_exchanged_and_what_depends_on_the_host_is_refused():
+    """Over 8 ranks (4096, 4096) bfloat16 are rows for columns, a sum and a scatter of products, a gather."""
+    context = OpContext(device=gpu("h100-sxm").device)
+    ranks = Ranks(8, "dp", context)
+    x = ranks.new("x", (4096, 4096), ROWS)
+    made, gram = ranks.product("gram", (x, x.transposed))
+    kinds = [event.kind for event in made if isinstance(event, Collective)]
+    assert kinds == ["all_to_all"] * 2
+    assert gram.placement == TERM
+    made, gram = ranks.product("gram update", (gram, gram), gram)
+    assert [event.kind for event in made if isinstance(event, Collective)] == ["all_reduce"]
+    made, y = ranks.product("x", (gram, x), x)
+    kinds = [event.kind for event in made if isinstance(event, Collective)]
+    assert kinds == ["reduce_scatter", "all_gather"]
+    assert y.placement == ROWS
+    small = ranks.new("x", (512, 1024), ROWS)
+    with pytest.raises(MissingRule, match="how many GPUs a process sees"):
+        ranks.product("gram", (small, small.transposed))
+
+
 MATRICES = [(40, 8), *[(8, 8), (4, 8), (4, 8), (8, 8), (16, 8), (16, 8), (8, 16)] * 2, (40, 8)]
 N_VECTORS = 5
 
@@ -154,7 +190,7 @@ def test_torchao_keeps_a_scale_for_each_block_and_looks_codes_up_in_wide_copies(
         ({"optimizer": "rmsprop", "tp": 2}, "with tp=2 has no rule yet"),
         ({"optimizer": "nadam", "dp": 2, "zero": 3, "fsdp_version": 1}, "fsdp_version=1 has no rule yet"),
         ({"optimizer": "adagrad", "optimizer_impl": "fused"}, "impl='fused' has no rule yet"),
-        ({"optimizer": "adamw-fp8-torchao", "dp": 2, "zero": 3}, "with zero=3 has no rule yet"),
+        ({"optimizer": "adamw-fp8-torchao", "dp": 2, "zero": 3, "precision": "bf16"}, "aten.view.dtype"),
         ({"optimizer": "adamw-8bit-torchao", "dp": 2, "zero": 1}, "with zero=1 has no rule yet"),
         ({"optimizer": "adamw-8bit-torchao", "optimizer_in_backward": True}, "has no rule yet"),
         ({"optimizer": "radam", "engine": "deepspeed", "dp": 2}, "has no rule for torch.optim.RAdam"),
@@ -168,7 +204,8 @@ def test_what_an_optimizer_has_no_rule_for_is_refused(plan, error):
 @pytest.mark.parametrize(
     "plan, error",
     [
-        ({"dp": 2, "zero": 3}, "with zero=3 has no rule yet"),
+        ({"dp": 4, "dp_replicate": 2, "zero": 3}, "with dp_replicate=2 has no rule yet"),
+        ({"dp": 2, "zero": 3, "offload": True}, "with offload=True has no rule yet"),
         ({"tp": 2}, "with tp=2 has no rule yet"),
         ({"optimizer_impl": "fused"}, "with optimizer_impl='fused' has no rule yet"),
         ({"dp": 2, "zero": 3, "fsdp_version": 1}, "Muon only supports 2D parameters"),
@@ -295,8 +332,9 @@ def test_an_optimizer_in_the_backward_pass_holds_no_gradients_to_its_end():
         ({"clip_grad_norm": 1.0}, "with clip_grad_norm=1.0: .*; use no clipping"),
         ({"precision": "fp16-mixed"}, "with precision='fp16-mixed': .*; use precision='bf16-mixed'"),
         ({"set_to_none": False}, "with set_to_none=False: .*; use set_to_none=True"),
-        ({"optimizer": "adamw-8bit"}, "with optimizer='adamw-8bit' has no rule yet; use adamw, or"),
-        ({"cluster": "2xh100-sxm"}, "with dp=2 has no rule yet; use one GPU, or optimizer_in_backward=False"),
+        ({"optimizer": "muon"}, "with optimizer='muon' has no rule yet; use adamw, or"),
+        ({"cluster": "2xh100-sxm"}, "with dp=2, zero=0 has no rule yet; use zero=2 or 3, or"),
+        ({"cluster": "4xh100-sxm", "zero": 3, "dp_replicate": 2}, "with dp_replicate=2 has no rule yet"),
     ],
 )
 def test_an_optimizer_in_the_backward_pass_is_refused_with_a_way_out(options, said):

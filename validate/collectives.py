@@ -43,6 +43,7 @@ COUNTED: dict[str, tuple[str, str]] = {
     "_c10d_functional::broadcast": ("broadcast", "input"),
     "_c10d_functional::broadcast_": ("broadcast", "input"),
     "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
+    "_dtensor::shard_dim_alltoall": ("all_to_all", "input"),
 }
 """Operator to (kind, the argument whose bytes are the payload): the full tensor of a gather or a scatter."""
 
@@ -91,7 +92,8 @@ class CollectiveCounter(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):  # compiled code calls an operation by it
             return result
         name = func._schema.name
-        if name.split("::")[0] in ("c10d", "_c10d_functional") and name not in SILENT:
+        sends = name.split("::")[0] in ("c10d", "_c10d_functional") or name in COUNTED
+        if sends and name not in SILENT:
             self._count(name, _named_arguments(func, args, kwargs or {}, result))
         return result
 

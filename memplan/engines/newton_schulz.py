@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from memplan.record import Compute, ComputeKind, flops_of
-from memplan.shapes import BF16
+from memplan.shapes import BF16, Shape
 
 STEPS: Final = 5
 """Of each update of a matrix (`torch.optim._muon:DEFAULT_NS_STEPS`), by default."""
@@ -22,12 +22,21 @@ def newton_schulz_products(shape: Sequence[int]) -> Iterator[Compute]:
     """
     a, b = sorted(shape)
     for m, k, n in ((a, b, a), (a, a, a), (a, a, b)):
-        operands = ((m, k), (k, n))
-        yield Compute(
-            kind=ComputeKind.MM,
-            operands=operands,
-            phase="update",
-            flops=flops_of(ComputeKind.MM, operands),
-            shape=(m, n),
-            dtype=BF16,
-        )
+        yield product_in_bfloat16((m, k), (k, n))
+
+
+def product_in_bfloat16(left: Shape, right: Shape) -> Compute:
+    """A product of two matrices in an update.
+
+    >>> product_in_bfloat16((3, 2), (2, 5)).flops
+    60
+    """
+    operands = (left, right)
+    return Compute(
+        kind=ComputeKind.MM,
+        operands=operands,
+        phase="update",
+        flops=flops_of(ComputeKind.MM, operands),
+        shape=(left[0], right[1]),
+        dtype=BF16,
+    )

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from memplan.device import Device
 from memplan.kernels import norm_scratch, reduction_scratch
-from memplan.optimizers import KEPT, LEAST_OF_8_BITS, LEAST_PAGED, OF_TORCHAO, SCALED, Kept
+from memplan.optimizers import KEPT, LEAST_OF_8_BITS, LEAST_PAGED, MAP, OF_TORCHAO, SCALED, Kept
 from memplan.record import Event, allocs, frees
 from memplan.shapes import BF16, FP32, INT64, UINT8, Buffer, DType, Shape, buffer_of
 
@@ -100,6 +100,11 @@ def blocks_of_torchao(kept: Kept, n_elements: int) -> int:
 def scalars_of(scalars: Iterable[str], weight: str) -> list[Buffer]:
     """An optimizer's scalars of a weight, by name."""
     return [buffer_of(f"{weight}.{name}", (), FP32, "optimizer") for name in scalars]
+
+
+def maps_of(kept: Kept) -> list[Buffer]:
+    """The values that eight bits stand for: a map for each moment, of all weights of an optimizer."""
+    return [buffer_of(f"map of {name}", (MAP,), FP32, "optimizer") for name in kept.moments]
 
 
 def is_of_8_bits(kept: Kept, n_elements: int) -> bool:

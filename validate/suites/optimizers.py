@@ -29,8 +29,13 @@ OF_MUON: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
     (LLAMA_ODD, {"dp": 3, "zero": 1}),
     (LLAMA, {"pp": 2, "precision": "fp32"}),
     (GPT, {"pp": 2, "dp": 2, "zero": 1}),
+    (LLAMA, {"dp": 2, "zero": 3, "precision": "fp32"}),
+    (LLAMA, {"dp": 4, "zero": 2, "precision": "bf16", "clip_grad_norm": 1.0}),
+    (GPT, {"dp": 2, "zero": 3, "precision": "bf16-mixed", "recompute": "full"}),
+    (GPT_TIED, {"dp": 4, "zero": 3, "set_to_none": False, "precision": "fp32"}),
+    (LLAMA, {"pp": 2, "dp": 2, "zero": 3, "precision": "bf16"}),
 )
-"""Muon of memplan's own modules, on one rank, under DDP and ZeRO-1, and in pipelines."""
+"""Muon of memplan's own modules, on one rank, under DDP, ZeRO-1 and FSDP2, and in pipelines."""
 
 LOOP: Final[dict[str, Any]] = {"optimizer_impl": "for-loop"}
 FOREACH: Final[dict[str, Any]] = {"optimizer_impl": "foreach"}
@@ -72,8 +77,13 @@ IN_BACKWARD: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
     (LLAMA, {"precision": "bf16", "optimizer": "adafactor"}),
     (LLAMA, {"precision": "bf16", "optimizer": "adafactor-transformers"}),
     (GPT, {"precision": "bf16", "optimizer": "nadam"}),
+    (LLAMA, {"dp": 2, "zero": 3, "precision": "fp32"}),
+    (GPT, {"dp": 2, "zero": 2, "optimizer_impl": "foreach"}),
+    (LLAMA_ODD, {"dp": 3, "zero": 3, "precision": "bf16", "recompute": "full", "optimizer_impl": "fused"}),
+    (GPT_TIED, {"dp": 4, "zero": 3, "optimizer": "sgd-momentum"}),
+    (LLAMA, {"dp": 2, "zero": 3, "precision": "bf16", "fsdp_blocks": 2, "optimizer": "nadam"}),
 )
-"""Optimizers that step within the backward pass, on one rank."""
+"""Optimizers that step within the backward pass, on one rank and under FSDP2."""
 
 LARGE_IN_BACKWARD: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("llama-3.2-3b", "huggingface", {"precision": "bf16", "recompute": "full", "micro_batch": 2}),
@@ -81,6 +91,11 @@ LARGE_IN_BACKWARD: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("qwen3-4b", "huggingface", {"precision": "bf16-mixed", "optimizer": "sgd-momentum"}),
     ("llama-3-8b", "huggingface", {"precision": "bf16", "recompute": "full"}),
     ("llama-3.2-1b", "huggingface", {"precision": "bf16-mixed", "seq_len": 1024}),
+    ("llama-3-8b", "torchtitan", {"dp": 8, "zero": 3}),
+    ("qwen3-8b", "huggingface", {"dp": 8, "zero": 2, "precision": "bf16", "optimizer_impl": "fused"}),
+    ("llama-3-8b", "huggingface", {"precision": "bf16", "optimizer": "adamw-8bit", "recompute": "full"}),
+    ("qwen3-8b", "huggingface", {"precision": "bf16", "optimizer": "paged-adamw-8bit"}),
+    ("llama-3.2-1b", "reference", {"precision": "bf16-mixed", "optimizer": "lion-32bit"}),
     ("gpt2-xl", "reference", {"precision": "fp32", "seq_len": 1024, "recompute": "selective"}),
 )
 """The same at true size."""
@@ -132,6 +147,16 @@ OF_TORCHAO_AT_TRUE_SIZE: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
 )
 """torchao's AdamW, of few bits or with weights rounded at random."""
 
+SHARDED_AT_TRUE_SIZE: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
+    ("llama-3-8b", "torchtitan", {"optimizer": "muon", "dp": 8, "zero": 3}),
+    ("llama-3-8b", "huggingface", {"optimizer": "muon", "dp": 64, "zero": 3, "recompute": "full"}),
+    ("qwen3-8b", "huggingface", {"optimizer": "muon", "dp": 8, "zero": 2, "clip_grad_norm": 1.0}),
+    ("qwen3-8b", "huggingface", {"optimizer": "muon", "dp": 16, "zero": 3, "precision": "bf16"}),
+    ("llama-3-8b", "torchtitan", {"optimizer": "adamw-fp8-torchao", "dp": 8, "zero": 3}),
+    ("llama-3-8b", "huggingface", {"optimizer": "adamw-torchao", "dp": 8, "zero": 3, "precision": "bf16"}),
+)
+"""Optimizers of FSDP2's shards that send or hold more than SGD and Adam do."""
+
 OF_ADAPTERS: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16-mixed", "quantize": "nf4-double", "optimizer": "paged-adamw-32bit"},
     {"precision": "bf16-mixed", "quantize": "nf4", "optimizer": "paged-adamw-8bit", "micro_batch": 2},
@@ -170,7 +195,7 @@ def gpu_optimizers(gpus: Gpus | None) -> tuple[Case, ...]:
     whole = [*product(WHOLE, OF_BITSANDBYTES, PLANS), *product(WHOLE, ("muon",), (*PLANS, OF_ZERO_1))]
     for (name, code), optimizer, options in whole:
         found.append(_case(name, code, {"seq_len": 2048, "optimizer": optimizer, **options}, gpus))
-    for name, code, options in (*OTHERS_AT_TRUE_SIZE, *OF_TORCHAO_AT_TRUE_SIZE):
+    for name, code, options in (*OTHERS_AT_TRUE_SIZE, *OF_TORCHAO_AT_TRUE_SIZE, *SHARDED_AT_TRUE_SIZE):
         found.append(_case(name, code, {"seq_len": 2048, **options}, gpus))
     for name, code, options in LARGE_IN_BACKWARD:
         asked = {"seq_len": 2048, "optimizer_in_backward": True, **options}

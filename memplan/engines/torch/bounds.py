@@ -52,7 +52,8 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
     reduced = n_reductions * elements * formats.reduce.itemsize
     part = part * (plan.ep == 1)  # experts are sharded between fewer ranks, and send less
     weights = elements * formats.stored.itemsize / n
-    grads = 0.0 if plan.offload else elements * formats.accumulate.itemsize / n
+    keeps_no_grads = plan.offload or options.optimizer_in_backward
+    grads = 0.0 if keeps_no_grads else elements * formats.accumulate.itemsize / n
     unsharded_grads = elements * formats.reduce.itemsize
     by_block = options.fsdp_version == 2 and options.fsdp_units != "model" and options.fsdp_blocks == 1
     # Gradients, their copy that is reduced, and the weights of the block before, which are there already.

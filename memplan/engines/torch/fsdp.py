@@ -6,7 +6,7 @@ Source: `torch.distributed.fsdp._fully_shard._fully_shard:fully_shard`.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Final, Literal, NamedTuple, final
+from typing import Final, Literal, NamedTuple, Self, final
 
 from memplan.engines.backward import added_to_older, backward_order, from_outside
 from memplan.engines.ddp import ALL_REDUCE
@@ -99,7 +99,7 @@ class FSDPModule(StageModule[FsdpState]):
         self.sums = self.pipelined or stage.options.no_sync
         initial = FsdpState(has_sharded_grads=zeroed, syncs=not self.sums, gathered=last)
         super().__init__(stage, initial)
-        self.is_backward = False
+        self.is_backward = self.makes_states = False
         self.grads = stage.trace.gradients()
         summed = stage.plan.formats.reduce
         self.wide = {
@@ -141,6 +141,12 @@ class FSDPModule(StageModule[FsdpState]):
     def sharded_grads(self) -> Iterable[tuple[Buffer, int]]:
         return [(group.reduced, times) for group, times in self.units if group.trained]
 
+    def in_first_step(self) -> Self:
+        other = self.fresh()
+        if self.stage.options.optimizer_in_backward:
+            other.makes_states, other._played = True, {}
+        return other
+
     @property
     def between_steps(self) -> Alive:
         """What was gathered last in a step's backward pass and is held until the next forward pass."""
@@ -152,7 +158,9 @@ class FSDPModule(StageModule[FsdpState]):
         self.state = self.state._replace(syncs=not self.pipelined)
 
     def _begin_pass(self) -> None:
-        self.comms = CommContext(has_sharded_grads=self.state.has_sharded_grads)
+        self.comms = CommContext(
+            has_sharded_grads=self.state.has_sharded_grads, makes_states=self.makes_states
+        )
         self.comms.all_gather = self.state.gathered
 
     # --- What happens to one group ---

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from memplan.engines.ddp import partial_sum
-from memplan.engines.newton_schulz import STEPS, newton_schulz_products
 from memplan.engines.stage import trained
+from memplan.engines.torch.muon import orthogonalized
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.weight_updates import Variables, Weight, updated_alone, updated_together
-from memplan.kernels import norm_scratch
 from memplan.mesh import WORLD, Group
 from memplan.placements import Partial, Shard
 from memplan.record import (
@@ -25,7 +24,7 @@ from memplan.record import (
     frees,
     repeated,
 )
-from memplan.shapes import BF16, FP32, FP64, Buffer, Parameter, buffer_of
+from memplan.shapes import FP32, FP64, Buffer, Parameter, buffer_of
 
 Counted = Sequence[tuple[Parameter, int]]
 """Parameters, and how many times each occurs."""
@@ -37,14 +36,15 @@ UPDATE_NAME: Final = "optimizer step"
 """The name of the stretch before which the first step allocates the optimizer's state."""
 
 
-def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
+def update(stages: RankStages, *, in_order: bool = False, makes_states: bool = False) -> Stretch:
     """The optimizer's part of a step.
 
     `in_order`: one parameter at a time in the module's order; else equal ones of all blocks are counted.
+    `makes_states`: it is the first step of an optimizer that makes each weight's state in its turn.
     """
     if stages.options.optimizer_in_backward:
         return chain("update", chain(UPDATE_NAME))
-    matrices = list(_orthogonalized(stages, in_order))
+    matrices = orthogonalized(stages, _one_after_the_other(stages, in_order), UPDATE_NAME)
     kept = stages.trainer
     clips = stages.plan.clip_grad_norm is not None or kept is not None
     clipping = [events("gradient clipping", _clipping(stages, in_order))] if clips else []
@@ -54,7 +54,7 @@ def update(stages: RankStages, *, in_order: bool = False) -> Stretch:
     unscaling, scaled = _unscaling(stages)
     match implementation(stages):
         case "for-loop":
-            steps = list(_one_by_one(stages, in_order))
+            steps = list(_one_by_one(stages, in_order, makes_states))
         case "foreach":
             steps = [events(UPDATE_NAME, _all_at_once(stages, in_order))]
         case _:
@@ -120,58 +120,7 @@ def implementation(stages: RankStages | Stage) -> str:
     return "for-loop" if stages.update_device.on_cpu or loops else "foreach"
 
 
-def _orthogonalized(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
-    """Muon's updates of matrices, one by one: an orthogonalized one lives until the next is looked up.
-
-    Source: `torch.optim._muon:_single_tensor_muon`.
-    """
-    before: Buffer | None = None
-    made: dict[Parameter, tuple[list[Event], Buffer]] = {}
-    for parameters, times in _one_after_the_other(stages, in_order):
-        found: list[Event] = []
-        for parameter in [one for one in parameters if one in stages.matrices]:
-            look_ahead = buffer_of(f"{parameter.name} (look-ahead)", parameter.shape, stages.weight_dtype)
-            if parameter not in made:
-                made[parameter] = _newton_schulz(stages, parameter, look_ahead)
-            iterations, result = made[parameter]
-            found += (*allocs(look_ahead), *(() if before is None else frees(before)))
-            found += (*iterations, *frees(look_ahead))
-            if stages.update_device.on_cpu and look_ahead.dtype != result.dtype:
-                wide = buffer_of(f"{parameter.name} (update, cast)", parameter.shape, look_ahead.dtype)
-                found += (*allocs(wide), *frees(wide))
-            before = result
-        yield repeated(events(UPDATE_NAME, found), times)
-    if before is not None:
-        yield events(UPDATE_NAME, frees(before))
-
-
-def _newton_schulz(stages: RankStages, parameter: Parameter, grad: Buffer) -> tuple[list[Event], Buffer]:
-    """The iterations that make a matrix orthogonal in bfloat16, and the result, which they leave.
-
-    With a <= b rows and columns each has two (a, a) products and one (a, b): 2 a a (a + 2 b) FLOPs.
-
-    Source: `torch.optim._muon:_zeropower_via_newtonschulz`.
-    """
-    name, a = parameter.name, min(parameter.shape)
-    norm, clamped = (buffer_of(f"{name} ({what})", (), BF16) for what in ("norm", "clamped norm"))
-    gram, polynomial = (buffer_of(f"{name} ({what})", (a, a), BF16) for what in ("gram", "gram update"))
-    x = buffer_of(f"{name} (orthogonal)", parameter.shape, BF16)
-    is_copied = grad.dtype != BF16
-    scratch = [
-        Buffer(f"{name} (sums of squares)", (), FP32, n_bytes, "temporaries")
-        for n_bytes in norm_scratch(stages.update_device, parameter.n_elements, itemsize=FP32.itemsize)
-    ]
-    products = dict(zip((gram, polynomial, x), newton_schulz_products(parameter.shape), strict=True))
-    found = [*(allocs(x) if is_copied else ()), *allocs(norm, *scratch), *frees(*scratch)]
-    found += (*allocs(clamped), *frees(norm, clamped))
-    for i in range(STEPS):
-        for product in (gram, polynomial, x):
-            replaces = i > 0 or (product is x and is_copied)
-            found += (*allocs(product), products[product], *(frees(product) if replaces else ()))
-    return [*found, *frees(gram, polynomial)], x
-
-
-def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
+def _one_by_one(stages: RankStages, in_order: bool, makes_states: bool) -> Iterator[Stretch]:
     """The for-loop: what a weight's turn binds to variables lives until the next weight's."""
     variables, optimizer = Variables(), stages.plan.optimizer
     for parameters, times in _one_after_the_other(stages, in_order):
@@ -179,6 +128,7 @@ def _one_by_one(stages: RankStages, in_order: bool) -> Iterator[Stretch]:
         for parameter in [one for one in parameters if one not in stages.matrices]:
             for copies in _reads(stages, [(parameter, 1)]):
                 found += copies.events()
+            found += allocs(*stages.optimizer_states(parameter)) if makes_states else ()
             weight = Weight(parameter.name, stages.weight_shape(parameter), stages.weight_dtype)
             found += updated_alone(optimizer, weight, variables, stages.update_device)
         yield repeated(events(UPDATE_NAME, found), times)
@@ -374,11 +324,11 @@ def _one_after_the_other(stages: RankStages, in_order: bool) -> Iterator[tuple[S
 def states_in_order(stages: RankStages) -> Iterator[Buffer]:
     """The optimizer's state on the device in the order that the first update makes it.
 
-    What a backward pass makes is among its events.
+    What a backward pass makes is among its events, and so is what an update makes weight by weight.
 
     Source: `torch.optim.adam:Adam._init_group`, `torch.optim.sgd:_multi_tensor_sgd`.
     """
-    if stages.options.optimizer_in_backward:
+    if stages.options.optimizer_in_backward or stages.plan.kept.makes_states_in_turn:
         return
     maps = stages.maps_of_8_bits
     held = stages.trained_parameters() if stages.owned is None else stages.owned

@@ -20,6 +20,7 @@ from memplan.engines.torch.units import (
     Row,
     collectives,
 )
+from memplan.engines.torch.update_in_backward import updated_at_once
 from memplan.record import COMPUTE, Alloc, Collective, Event, Free, WaitStream, allocs, frees
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 
@@ -67,6 +68,7 @@ class ParamGroup:
         self.passing = buffer_of(f"{name}.grad (sharded, on its way)", (reduced,), formats.accumulate)
         self.reduce_output = buffer_of(f"{name} (reduce-scatter output)", (reduced,), self.dtype)
         self.casts_reduced = self.dtype != formats.accumulate
+        self._updates: dict[bool, list[CountedEvents]] = {}
         self.divided = buffer_of(f"{name}.grad (divided)", (reduced,), self.dtype)
         self.all_gather, self.reduce_scatter, self.all_reduce = collectives(
             self.flat.n_bytes,
@@ -252,6 +254,7 @@ class ParamGroup:
         yield (WaitStream(ALL_REDUCE, REDUCE_SCATTER), self.all_reduce), self.replicates
         if self.casts_reduced:
             yield (*allocs(kept), *(() if self.replicates else frees(output))), 1
+        yield from self.updates(makes_states=comms.makes_states)
         yield frees(*held), 1
         if self.stage.offloads:
             yield from self._downloads(comms)
@@ -305,9 +308,28 @@ class ParamGroup:
                 n_bytes = shard_elements(p, plan.n_shards, self.place) * plan.formats.accumulate.itemsize
                 yield (copied(what, n_bytes, stream),), times
 
+    def updates(self, *, makes_states: bool) -> list[CountedEvents]:
+        """The update of each of its weights once they have gradients, on the stream of the reduction.
+
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`, which calls
+        `_post_accumulate_grad_hooks`.
+        """
+        if not self.stage.options.optimizer_in_backward:
+            return []
+        if makes_states not in self._updates:
+            self._updates[makes_states] = [
+                (tuple([event for p in parameters for event in self._updated(p, makes_states)]), times)
+                for parameters, times in self.trained
+            ]
+        return self._updates[makes_states]
+
+    def _updated(self, p: Parameter, makes_states: bool) -> Iterator[Event]:
+        rows = shard_elements(p, self.n_shards, self.place) * p.shape[0] // p.n_elements
+        return updated_at_once(self.stage, p, (rows, *p.shape[1:]), makes_states=makes_states)
+
     def passes_on(self, comms: "CommContext") -> bool:
-        """Whether reduced gradients are freed after being added to older ones or copied to the host."""
-        return comms.has_sharded_grads or self.stage.offloads
+        """Whether reduced gradients are freed: added to older ones, copied to the host, or used at once."""
+        return comms.has_sharded_grads or self.stage.offloads or self.stage.options.optimizer_in_backward
 
     def finalize_backward(self, comms: "CommContext") -> Iterator[CountedEvents]:
         """The end of the backward pass: frees the input of the all-reduce between replicas.
@@ -364,14 +386,14 @@ def copied(what: str, n_bytes: int, stream: str) -> Collective:
 class CommContext:
     """The buffers that collectives of a pass still hold, and the groups that are gathered ahead.
 
-    `has_sharded_grads`: whether reduced gradients are added to older ones; `reduced`: whether any gradients
-    have been reduced.
+    `has_sharded_grads`: whether reduced gradients are added to older ones; `makes_states`: whether updates in
+    the backward pass are the first; `reduced`: whether any gradients have been reduced.
 
     Plays `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext`.
     """
 
-    def __init__(self, *, has_sharded_grads: bool) -> None:
-        self.has_sharded_grads = has_sharded_grads
+    def __init__(self, *, has_sharded_grads: bool, makes_states: bool = False) -> None:
+        self.has_sharded_grads, self.makes_states = has_sharded_grads, makes_states
         self.all_gather: ParamGroup | None = None
         self.reduce_scatter: tuple[ParamGroup, ...] = ()
         self.reduced = False

@@ -26,7 +26,7 @@ from memplan.memory import Alive
 from memplan.models import TracedModel, ends_are_tied
 from memplan.offload_activations import STREAM
 from memplan.plan import Rank
-from memplan.record import Event, Free, Stretch, allocs, chain, frees
+from memplan.record import Alloc, Event, Free, Stretch, allocs, chain, frees
 from memplan.replay import AllocatorProgram
 from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
 
@@ -48,12 +48,14 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
     plan, own = stages.plan, _own(stages, modules)
     fresh = None if stages.options.set_to_none else stages.with_gradients_freed()
     first = [] if fresh is None else _own(fresh, {})
-    if fresh is None and (stages.options.forward_prefetch or stages.options.optimizer_in_backward):
+    in_turn = plan.kept.makes_states_in_turn
+    if fresh is None and (stages.options.forward_prefetch or stages.options.optimizer_in_backward or in_turn):
         fresh, first = stages, own
     first = [module.in_first_step() for module in first]
 
-    def step(of: RankStages, modules: Sequence[StageModule[Any]]) -> Stretch:
-        return chain("step", *schedule(of, modules), *([] if of.offloads else [update(of, in_order=True)]))
+    def step(of: RankStages, modules: Sequence[StageModule[Any]], makes_states: bool) -> Stretch:
+        updates = [] if of.offloads else [update(of, in_order=True, makes_states=makes_states)]
+        return chain("step", *schedule(of, modules), *updates)
 
     firsts = {stage: first_buckets(stage, stage.ddp) for stage in stages if stages.plan.ddp}
     rebuilt = [stage for stage in stages if stages.plan.ddp and not stage.finds_unused]
@@ -62,13 +64,13 @@ def program(stages: RankStages, modules: Mapping[Stage, StageModule[Any]]) -> Al
         setup=tuple(_setup(stages, firsts)),
         received=tuple(_received(stages)),
         start=tuple(_lazy_init(stages)),
-        first_step=None if fresh is None else step(fresh, first),
+        first_step=None if fresh is None else step(fresh, first, in_turn),
         second=(
             *frees(*[bucket for stage in rebuilt for bucket in firsts[stage]]),
             *allocs(*flat_buckets(later), *stages.hook_workspaces.elements(), *stages.barrier.elements()),
             *allocs(*stages.clipping.elements()),
         ),
-        step=step(stages, own),
+        step=step(stages, own, False),
         states=() if stages.offloads or plan.kept.made_with_it else tuple(states_in_order(stages)),
         update_name=UPDATE_NAME,
         beside=stages.kept_workspaces,
@@ -289,3 +291,5 @@ def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]
                     yield buffer, f"reduce-scatter {local}"
                 for buffer in unit.gathered:
                     yield buffer, f"all-gather copy-in {local}"
+                for events, _ in (*unit.updates(makes_states=True), *unit.updates(makes_states=False)):
+                    yield from [(e.buffer, f"reduce-scatter {local}") for e in events if isinstance(e, Alloc)]

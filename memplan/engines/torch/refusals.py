@@ -20,6 +20,7 @@ from memplan.engines.torch.options import (
     torch_options,
     weight_dtype,
 )
+from memplan.engines.weight_updates import is_fp8
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.kernels import SCALED_MM_MULTIPLE
 from memplan.models import (
@@ -330,7 +331,12 @@ def _check_muon(model: Model, plan: Plan) -> None:
             kind="Muon of flat parameters, which are no matrices",
         )
     scaled = (plan.formats.loss_scaled, f"precision={plan.precision!r}")
-    own = ((plan.ep > 1, f"ep={plan.ep}"), (plan.fsdp, f"zero={plan.zero}"), scaled)
+    own = (
+        (plan.ep > 1, f"ep={plan.ep}"),
+        (plan.fsdp and plan.dp_replicate > 1, f"dp_replicate={plan.dp_replicate}"),
+        (plan.fsdp and plan.offload, "offload=True"),
+        scaled,
+    )
     _check_beside_optimizer(plan, "Muon", *own)
 
 
@@ -381,18 +387,20 @@ def _check_bitsandbytes(model: Model, plan: Plan) -> None:
     _check_beside_optimizer(plan, "an optimizer of bitsandbytes", *own)
 
 
-TORCHAO_SHARDED: Final = ("adamw-8bit-torchao", "adamw-4bit-torchao")
-"""torchao's optimizers that have rules for sharded weights."""
-
-
 def _check_torchao(model: Model, plan: Plan) -> None:
-    """Raise for what has no rule beside torchao's optimizers."""
+    """Raise for what fails in torchao, and for what has no rule beside its optimizers."""
     if plan.kept.package != "torchao":
         return
+    if plan.fsdp and is_fp8(plan.kept) and plan.formats.stored == BF16:
+        raise PlanRefused(
+            f"optimizer={plan.optimizer!r} fails on DTensors in bfloat16, as precision={plan.precision!r} "
+            f"with zero={plan.zero} has them (OptimStateFp8: unimplemented operator aten.view.dtype); use "
+            "precision='bf16-mixed', or adamw-8bit-torchao.",
+            kind="torchao's fp8 AdamW of DTensors in bfloat16, which fails in torchao",
+        )
     options = torch_options(plan)
     own = (
         (plan.zero == 1, "zero=1"),
-        (plan.fsdp and plan.optimizer not in TORCHAO_SHARDED, f"zero={plan.zero}"),
         (plan.fsdp and options.fsdp_version == 1, "fsdp_version=1"),
         (plan.offload, "offload=True"),
         (options.optimizer_in_backward, "optimizer_in_backward=True"),
@@ -642,9 +650,12 @@ def _check_optimizer_in_backward(model: Model, plan: Plan) -> None:
         "optimizer_in_backward",
         "an optimizer in the backward pass",
         *_divided_over(plan, NOT_COMPILED),
-        (plan.world_size > 1, f"dp={plan.dp}", "one GPU"),
+        (plan.ddp, f"dp={plan.dp}, zero={plan.zero}", "zero=2 or 3"),
+        *_divided_over(plan, ("dp_replicate",)),
+        (plan.fsdp and options.fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (plan.offload, "offload=True", "offload=False"),
         (
-            plan.kept.package == "bitsandbytes" or plan.kept.others is not None,
+            plan.kept.others is not None or (plan.fsdp and plan.kept.package != "torch"),
             f"optimizer={plan.optimizer!r}",
             "adamw",
         ),

@@ -29,12 +29,12 @@ from memplan.engines.torch.sharding import (
 )
 from memplan.engines.torch.trainer import KeptByTrainer, kept_by_trainer
 from memplan.engines.trace import EMPTY, Segment
-from memplan.engines.weight_updates import Weight, is_of_8_bits, scalars_of, states_of
+from memplan.engines.weight_updates import Weight, is_of_8_bits, maps_of, scalars_of, states_of
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided
 from memplan.models.traced import is_of_torchtitan
-from memplan.optimizers import KEPT, MAP, Kept
+from memplan.optimizers import KEPT, Kept
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Shape, buffer_of
 from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
@@ -426,9 +426,10 @@ class RankStages:
         """The optimizer's tensors of a parameter on the device that updates it, as they are made."""
         key = parameter, self.state_shape(parameter)
         if key not in self._optimizer_states:
-            kept, weight = self.kept_of(parameter), Weight(parameter.name, key[1], self.weight_dtype)
-            on_host = not self.stages[0].scalars_on_device
-            self._optimizer_states[key] = states_of(kept, weight, on_host=on_host)
+            stage, weight = self.stages[0], Weight(parameter.name, key[1], self.weight_dtype)
+            apart = stage.options.optimizer_in_backward and self.is_of_8_bits(parameter)
+            states = states_of(self.kept_of(parameter), weight, on_host=not stage.scalars_on_device)
+            self._optimizer_states[key] = [*(maps_of(self.plan.kept) if apart else ()), *states]
         return self._optimizer_states[key]
 
     def is_of_8_bits(self, parameter: Parameter) -> bool:
@@ -437,10 +438,9 @@ class RankStages:
 
     @cached_property
     def maps_of_8_bits(self) -> list[Buffer]:
-        """The values of eight bits, of all weights: a map for each moment."""
+        """The values of eight bits, of all weights; an optimizer of one weight has its own."""
         narrow = any(self.is_of_8_bits(parameter) for parameter, _ in self.counted_trained_parameters())
-        names = self.plan.kept.moments if narrow else ()
-        return [buffer_of(f"map of {name}", (MAP,), FP32, "optimizer") for name in names]
+        return maps_of(self.plan.kept) if narrow and not self.options.optimizer_in_backward else []
 
     @property
     def owned(self) -> list[Parameter] | None:

@@ -5,6 +5,7 @@ Source: PyTorch's tutorial "How to save memory by fusing an optimizer step into 
 """
 
 from collections.abc import Iterator
+from math import prod
 from typing import Self, final
 
 from memplan.engines.module import PlainModule
@@ -14,12 +15,14 @@ from memplan.engines.trace import Segment
 from memplan.engines.weight_updates import (
     Variables,
     Weight,
+    is_of_8_bits,
+    maps_of,
     states_of,
     updated_alone,
     updated_together,
 )
 from memplan.record import AccumulateGrad, Event, allocs, frees
-from memplan.shapes import Parameter
+from memplan.shapes import Parameter, Shape
 
 
 @final
@@ -52,19 +55,27 @@ class ModuleUpdatedInBackward(PlainModule):
         for event in segment.events:
             found.append(event)
             if isinstance(event, AccumulateGrad):
-                found += (*self._update(event.parameter), *frees(event.buffer))
+                shape = event.parameter.shape
+                found += updated_at_once(self.stage, event.parameter, shape, makes_states=self.makes_states)
+                found += frees(event.buffer)
         return tuple(found)
 
-    def _update(self, parameter: Parameter) -> Iterator[Event]:
-        """What the update of one weight allocates."""
-        stage = self.stage
-        kept, chosen, device = stage.plan.kept, implementation(stage), stage.update_device
-        weight = Weight(parameter.name, parameter.shape, stage.weight_dtype)
-        if self.makes_states:
-            yield from allocs(*states_of(kept, weight, on_host=not stage.scalars_on_device))
-        if chosen == "for-loop":
-            variables = Variables()
-            yield from updated_alone(stage.plan.optimizer, weight, variables, device)
-            yield from variables.end()
-        elif chosen == "foreach":
-            yield from updated_together(stage.plan.optimizer, [weight], device)
+
+def updated_at_once(
+    stage: Stage, parameter: Parameter, shape: Shape, *, makes_states: bool
+) -> Iterator[Event]:
+    """What the update of one weight allocates; `shape`: of the rank's part of it.
+
+    `makes_states`: it is the first step, which makes the state of the weight.
+    """
+    kept, chosen, device = stage.plan.kept, implementation(stage), stage.update_device
+    weight = Weight(parameter.name, shape, stage.weight_dtype)
+    if makes_states:
+        yield from allocs(*(maps_of(kept) if is_of_8_bits(kept, prod(shape)) else ()))
+        yield from allocs(*states_of(kept, weight, on_host=not stage.scalars_on_device))
+    if chosen == "for-loop":
+        variables = Variables()
+        yield from updated_alone(stage.plan.optimizer, weight, variables, device)
+        yield from variables.end()
+    elif chosen == "foreach":
+        yield from updated_together(stage.plan.optimizer, [weight], device)
