@@ -31,7 +31,7 @@ from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.torchtitan import FLOAT8
-from memplan.models.traced import TRAINER, ZERO3, ByTrainer, Compiles, TracedModel
+from memplan.models.traced import TRAINER, ZERO3, ByTrainer, Compiles, Scoring, TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.cache import without_remarks
 from memplan.tracing.context import as_trainer_divides
@@ -113,10 +113,13 @@ def traced_from_config(
         module = with_float8(module, config.value(FLOAT8, "none"))
         inputs = _inputs_of(task, settings, (mesh or {}).get("cp", 1))
         called = config.value(TRAINER, None)
-        inputs = as_trainer_calls(module, ByTrainer(**called), inputs) if called else inputs
+        by = _as_called(**called) if called else None
+        inputs = inputs if by is None else as_trainer_calls(module, by, inputs)
         known = _longest(settings) if "input_ids" in inputs else None
-        loss = loss_by_trainer(ByTrainer(**called)) if called else None
-        example = replace(checked_example(module, inputs, loss), by_trainer=bool(called))
+        loss = None if by is None else loss_by_trainer(by)
+        example = replace(checked_example(module, inputs, loss), by_trainer=by is not None)
+        if by is not None and by.scoring is not None:
+            example = replace(example.at(by.scoring[:2]), is_of_one_size=True)
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         asked = [precision for precision in precisions if precision in RUNS] or USUAL
         return traced(
@@ -138,6 +141,11 @@ def traced_from_config(
             f"fails in transformers {transformers.__version__} ({class_name}: {reason(error)}); use the "
             "model's own config.json."
         ) from error
+
+
+def _as_called(*, scoring: list[Any] | None = None, **values: Any) -> ByTrainer:
+    """How a trainer calls the module, from a config.json's values."""
+    return ByTrainer(**values, scoring=Scoring(*scoring) if scoring else None)
 
 
 def _of_products(precisions: Sequence[str]) -> torch.dtype:
