@@ -5,7 +5,7 @@ from typing import Any, Final
 from memplan.errors import InvalidValue
 from validate.cases import Case
 from validate.gpus import Gpus
-from validate.suites.trainers import FSDP2, LLAMA, LORA, QWEN, TIED, in_small, large
+from validate.suites.trainers import FSDP2, LLAMA, LORA, QWEN, in_small, large
 
 SFT: Final[dict[str, Any]] = {"trainer": "sft"}
 
@@ -47,7 +47,6 @@ LARGE: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (QWEN, 4, {"dp": 16, **FSDP2, "precision": "bf16", "recompute": "full"}, 4),
     (LLAMA, 2, {**DEFAULT, "micro_batch": 2, "global_batch": 4}, None),
     (LLAMA, 4, {"dp": 8, "precision": "bf16-autocast"}, 3),
-    ("llama-3.2-1b", 16, {"dp": 8, **TIED, "recompute": "full"}, 5),
     (QWEN, 2, DEFAULT, None),
     (LLAMA, 8, {**LORA, **DEFAULT, "dp": 8}, 1),
     (LLAMA, 8, {**LORA, **DEFAULT, **QLORA, "quantize": "nf4"}, None),

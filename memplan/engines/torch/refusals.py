@@ -964,6 +964,11 @@ def _not_by_sft(model: Model, plan: Plan) -> tuple[tuple[bool, str, str], ...]:
     head = model.vocab_size if isinstance(model, Decoder) else 0
     return (
         (plan.fsdp and torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (
+            plan.fsdp and ends_are_tied(model),
+            f"zero={plan.zero} of tied ends",
+            "zero=0, or a model with a head",
+        ),
         (plan.formats.loss_scaled, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
         (
             plan.quantize != "none" and plan.formats.stored == FP32,

@@ -90,7 +90,7 @@ def gathered_metrics(plan: Plan) -> Iterator[Collective]:
     Source: trl.trainer.sft_trainer (`SFTTrainer.compute_loss`), 1.16; accelerate.utils.operations
     (`_gpu_gather`).
     """
-    entropy, n = plan.formats.gather if plan.fsdp else FP32, plan.world_size
+    entropy, n = plan.formats.gather if plan.fsdp and plan.mixed else FP32, plan.world_size
     metrics = {"tokens with a target": INT64, "entropy": entropy, "tokens predicted": INT64, "tokens": INT64}
     for what, dtype in metrics.items() if n > 1 else ():
         yield Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n * dtype.itemsize)
