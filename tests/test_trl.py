@@ -8,11 +8,11 @@ import pytest
 import memplan
 from memplan.errors import MissingRule
 from memplan.models import implemented, preset
-from memplan.record import Collective
 from memplan.tracing.trl import TOKENS, VOCABULARY
 
+WHOLE: Any = implemented(preset("llama-3-8b"), "huggingface")
 MODEL: Any = replace(
-    implemented(preset("llama-3-8b"), "huggingface"),
+    WHOLE,
     n_layers=2,
     d_model=512,
     n_heads=4,
@@ -32,7 +32,7 @@ def estimated(**options: Any) -> memplan.Estimate:
     return memplan.estimate(**{"model": MODEL, **SFT, **options})
 
 
-def gathers(found: memplan.Estimate) -> dict[str, Collective]:
+def gathers(found: memplan.Estimate) -> dict[str, Any]:
     return {one.what: one for one in found.collectives if one.kind == "all_gather"}
 
 
