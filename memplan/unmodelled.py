@@ -64,13 +64,6 @@ ROWS: Final = (
         values={"trainer": "trl-dpo dpo trl-grpo grpo trl-kto kto trl-reward"},
     ),
     NotModelled(
-        "TRL's SFTTrainer",
-        "would compute entropy and accuracy of tokens from the logits in each step, or a loss in chunks",
-        "use trainer='huggingface', on which it builds",
-        keywords="sft",
-        values={"trainer": "trl-sft sft trl"},
-    ),
-    NotModelled(
         "a scale of what adapters give",
         "would change values and no byte",
         "leave it out",

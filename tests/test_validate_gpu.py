@@ -59,7 +59,7 @@ def on_gpu(**plan):
 
 OF_TRUE_SIZE = (
     *("gpu-optimizers", "gpu-compiled", "gpu-float8"),
-    *("gpu-offloading", "gpu-losses", "gpu-no-sync", "gpu-trainers"),
+    *("gpu-offloading", "gpu-losses", "gpu-no-sync", "gpu-trainers", "gpu-trl"),
     *("gpu-fairscale", "gpu-colossalai", "gpu-torchtitan"),
 )
 """The suites without cases for CPU ranks."""

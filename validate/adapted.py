@@ -36,7 +36,7 @@ COMPILED: Final = TRACES / "compiled"
 
 RECORDS: Final = (
     *("adapters.jsonl", "nogpu/*-adapters.jsonl", "nogpu/*-optimizers.jsonl"),
-    *("trainers.jsonl", "nogpu/*-trainers.jsonl"),
+    *("trainers.jsonl", "nogpu/*-trainers.jsonl", "trl.jsonl", "nogpu/*-trl.jsonl"),
     *("nogpu/*-deepspeed.jsonl", "nogpu/*-compiled.jsonl", "nogpu/*-float8.jsonl"),
 )
 """The files of records that need them, in `data/measurements`."""

@@ -131,7 +131,8 @@ def divided(
         MemplanError: it cannot be divided so, or not here.
     """
     of_module = compiles is not None or float8 != "none"
-    called = None if adapters is None and model.takes_padding_mask else trainer
+    by_rules = adapters is None and model.takes_padding_mask and (trainer is None or trainer.scoring is None)
+    called = None if by_rules else trainer
     as_it_is = adapters is None and not of_module and called is None
     if as_it_is and (model.divides_itself or mesh == model.mesh):
         return model
@@ -145,7 +146,7 @@ def divided(
     if float8 != "none":
         values |= {FLOAT8: float8}
     if called is not None:
-        values |= {TRAINER: called._asdict()}
+        values |= {TRAINER: {key: value for key, value in called._asdict().items() if value is not None}}
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
     return traced_from_config(

@@ -102,11 +102,26 @@ TRAINER: Final = "trainer"
 """The key beside a config.json's own under which is how transformers' Trainer calls the module."""
 
 
+class Scoring(NamedTuple):
+    """How TRL's SFTTrainer scores tokens: in tiles, so that a trace is of one micro-batch and length.
+
+    `gathers_head`: the output layer's weight is a DTensor, which it gathers itself.
+    """
+
+    micro_batch: int
+    seq_len: int
+    gathers_head: bool
+
+
 class ByTrainer(NamedTuple):
-    """How transformers' Trainer calls a module: whether DDP clones outputs, whether FSDP2 casts floats."""
+    """How transformers' Trainer calls a module: whether DDP clones outputs, whether FSDP2 casts floats.
+
+    `scoring`: how TRL's SFTTrainer does, which builds on it; None: the Trainer itself calls it.
+    """
 
     clones_outputs: bool = False
     casts_inputs: bool = False
+    scoring: Scoring | None = None
 
 
 ROTATES: Final = ("allgather", "alltoall")

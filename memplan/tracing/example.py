@@ -35,6 +35,7 @@ class Example:
 
     `point` is the example's batch and length. `by_trainer`: the loss is taken of the output outside
     autocast, and held beside what the backward pass starts from, as transformers' Trainer does it.
+    `is_of_one_size`: other things happen at other batches and lengths, so that it is traced at its own.
     """
 
     module: nn.Module
@@ -45,6 +46,7 @@ class Example:
     loss: Loss
     point: Point
     by_trainer: bool = False
+    is_of_one_size: bool = False
 
     @property
     def has_sequence(self) -> bool:

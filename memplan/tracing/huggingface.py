@@ -31,12 +31,12 @@ from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.torchtitan import FLOAT8
-from memplan.models.traced import TRAINER, ZERO3, ByTrainer, Compiles, TracedModel
+from memplan.models.traced import TRAINER, ZERO3, ByTrainer, Compiles, Scoring, TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.cache import without_remarks
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
-from memplan.tracing.example import checked_example
+from memplan.tracing.example import Example, checked_example
 from memplan.tracing.float8 import with_float8
 from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
 from memplan.tracing.trainer import as_trainer_calls, loss_by_trainer
@@ -112,11 +112,8 @@ def traced_from_config(
             module = with_adapters(module, Adapters(**adapters), _of_products(precisions))
         module = with_float8(module, config.value(FLOAT8, "none"))
         inputs = _inputs_of(task, settings, (mesh or {}).get("cp", 1))
-        called = config.value(TRAINER, None)
-        inputs = as_trainer_calls(module, ByTrainer(**called), inputs) if called else inputs
         known = _longest(settings) if "input_ids" in inputs else None
-        loss = loss_by_trainer(ByTrainer(**called)) if called else None
-        example = replace(checked_example(module, inputs, loss), by_trainer=bool(called))
+        example = _example(module, inputs, config.value(TRAINER, None))
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         asked = [precision for precision in precisions if precision in RUNS] or USUAL
         return traced(
@@ -138,6 +135,17 @@ def traced_from_config(
             f"fails in transformers {transformers.__version__} ({class_name}: {reason(error)}); use the "
             "model's own config.json."
         ) from error
+
+
+def _example(module: Any, inputs: "Inputs", called: Mapping[str, Any] | None) -> Example:
+    """The module called with these inputs, by the trainer that a config.json's values say."""
+    if not called:
+        return checked_example(module, inputs)
+    scoring = Scoring(*called["scoring"]) if "scoring" in called else None
+    by = ByTrainer(**{**called, "scoring": scoring})
+    example = checked_example(module, as_trainer_calls(module, by, inputs), loss_by_trainer(by))
+    example = replace(example, by_trainer=True)
+    return replace(example.at(scoring[:2]), is_of_one_size=True) if scoring else example
 
 
 def _of_products(precisions: Sequence[str]) -> torch.dtype:

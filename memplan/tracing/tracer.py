@@ -1139,7 +1139,7 @@ def _recordings(
     length = whole // cp
     tried = (
         ()
-        if tracer.executes or tracer.compiles
+        if tracer.executes or tracer.compiles or tracer.example.is_of_one_size
         else (_lengths(tracer.example, length), (length, length, length))
     )
     for lengths in dict.fromkeys(tried):

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memplan.models.traced import ByTrainer
 from memplan.tracing.example import Loss
+from memplan.tracing.trl import loss_of_scores, with_scores
 
 N_ITEMS: Final = "num_items_in_batch"
 """The argument that says how many tokens a step has, over which the loss is a mean."""
@@ -18,37 +19,46 @@ N_ITEMS: Final = "num_items_in_batch"
 def as_trainer_calls(module: nn.Module, by: ByTrainer, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inputs with a mask of padding that is all ones; the module's forward is changed in place.
 
-    `num_items_in_batch`, by which the loss is divided, is a tensor among the inputs where FSDP2 casts it.
-    Elsewhere it is a Python float.
+    `num_items_in_batch`, by which the loss is divided, is a tensor among the inputs where FSDP2 casts it, and
+    where TRL's trainer divides by it. Elsewhere it is a Python float.
 
     Source: transformers.trainer (`Trainer.compute_loss`); accelerate.accelerator
     (`Accelerator.prepare_model`); accelerate.utils.operations (`ConvertOutputsToFp32`).
     """
-    forward = module.forward
+    forward = module.forward if by.scoring is None else with_scores(module, by)
 
     def called(**arguments: Any) -> Any:
         output = forward(**{N_ITEMS: 1.0} | arguments)
         autocasts = torch.is_autocast_enabled(arguments["input_ids"].device.type)
-        return tree_map_only(Tensor, Tensor.float, output) if autocasts else output
+        return tree_map_only(Tensor, _in_float32, output) if autocasts else output
 
     vars(module)["forward"] = called
     ones = torch.ones_like(inputs["input_ids"])
     found = {"input_ids": inputs["input_ids"], "attention_mask": ones, "labels": inputs["labels"]}
+    if by.scoring is not None:
+        return found | {N_ITEMS: torch.ones((), dtype=torch.int64)}
     return found | ({N_ITEMS: torch.ones(())} if by.casts_inputs else {})
+
+
+def _in_float32(output: Tensor) -> Tensor:
+    return output.float() if output.is_floating_point() else output
 
 
 def loss_by_trainer(by: ByTrainer) -> Loss:
     """A function from what the module returns to the loss, as DDP or FSDP2 hand it on."""
 
     def loss(output: Any) -> Tensor:
+        given: Any = ()
+        if by.scoring is not None:
+            output, *given = output
         if by.clones_outputs:
             values, spec = tree_flatten(output)
             values = list(cast(Any, _Sink).apply(*values))
             output = tree_unflatten(values, spec)
             del values
-        if by.casts_inputs:
+        if by.casts_inputs and by.scoring is None:
             output = tree_map_only(Tensor, partial(Tensor.to, dtype=output.logits.dtype), output)
-        found: Tensor = output.loss
+        found: Tensor = output.loss if by.scoring is None else loss_of_scores(output, *given)
         return found
 
     return loss

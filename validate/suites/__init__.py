@@ -33,6 +33,7 @@ from validate.suites.quick import quick
 from validate.suites.refused import refused
 from validate.suites.torchtitan import torchtitan
 from validate.suites.trainers import trainers
+from validate.suites.trl import trl
 from validate.suites.wild import wild
 
 SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
@@ -57,6 +58,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "offloading": offloading,
     "architectures": architectures,
     "trainers": trainers,
+    "trl": trl,
 }
 """Suites of CPU ranks."""
 

@@ -33,6 +33,7 @@ from validate.suites.offloading import gpu_offloading
 from validate.suites.optimizers import gpu_optimizers
 from validate.suites.torchtitan import gpu_torchtitan
 from validate.suites.trainers import gpu_trainers
+from validate.suites.trl import gpu_trl
 from validate.suites.wild import gpu_wild
 
 LLAMA_100M: Final = Llama(
@@ -495,6 +496,7 @@ GPU_SUITES: Final[dict[str, Callable[[Gpus | None], tuple[Case, ...]]]] = {
     "gpu-optimizers": gpu_optimizers,
     "gpu-families": gpu_families,
     "gpu-trainers": gpu_trainers,
+    "gpu-trl": gpu_trl,
 }
 
 PATIENCE_S: Final = 600.0

@@ -132,11 +132,12 @@ LARGE: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
 
 def trainers() -> tuple[Case, ...]:
     """The Trainer on CPU ranks: families in small."""
-    untied = [_in_small(*row, tied_head=False) for row in SMALL]
-    return (*untied, *[_in_small(*row) for row in TRACED])
+    untied = [in_small(*row, tied_head=False) for row in SMALL]
+    return (*untied, *[in_small(*row) for row in TRACED])
 
 
-def _in_small(family: str, options: dict[str, Any], **more: Any) -> Case:
+def in_small(family: str, options: dict[str, Any], **more: Any) -> Case:
+    """The case of a family in small, with `more` sizes, by the Trainer with these options."""
     cls: type[Decoder] = OF_TRANSFORMERS[f"huggingface-{family}"]
     sizes = {**SIZES, **QUIRKS[family], **more, "name": f"transformers-{family}"}
     model, plan = cls(**sizes), plan_of(**TRAINER | {"seq_len": 64} | options)
@@ -151,10 +152,14 @@ def gpu_trainers(gpus: Gpus | None) -> tuple[Case, ...]:
     """
     if gpus is None:
         raise InvalidValue("gpu-trainers has models of true size; use --device nogpu, or the suite trainers.")
-    return tuple(_large(*row, gpus) for row in LARGE)
+    return tuple(large(*row, gpus) for row in LARGE)
 
 
-def _large(preset: str, n_layers: int, options: dict[str, Any], rank: int | None, gpus: Gpus) -> Case:
+def large(preset: str, n_layers: int, options: dict[str, Any], rank: int | None, gpus: Gpus) -> Case:
+    """The case of a preset of so many layers on these GPUs, by the Trainer with these options.
+
+    `rank`: the rank that runs alone, with stand-ins for the others; None: there is one GPU.
+    """
     model = implemented(replace(runnable(preset), n_layers=n_layers), "huggingface")
     plan = plan_of(**TRAINER | {"seq_len": 4096} | options)
     name = f"{title(cast(Decoder, model), plan)}, {n_layers} layers, {plan.n_micro_batches} x {plan.seq_len}"

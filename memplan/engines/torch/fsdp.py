@@ -339,7 +339,7 @@ class FSDPModule(StageModule[FsdpState]):
             turns = (*opened_when_called(opened, passed), *self.post_forward(group))
             parts.append(repeated(in_order("forward: block", turns), times))
         if self.stage.last:
-            parts.append(end("forward: head", units.head, trace.head, trace.ends.head))
+            parts.append(end("forward: head", units.called_head, trace.head, trace.ends.head))
         elif trace.end_of_forward.events:
             parts.append(trace.end_of_forward.stretch("forward: end"))
         gathered = self.comms.all_gather
@@ -356,7 +356,7 @@ class FSDPModule(StageModule[FsdpState]):
 
     def _with_following(self, rows: Sequence[UnitRow]) -> Iterator[tuple[*UnitRow, ParamGroup | None]]:
         """Rows of units of a forward pass, each with the unit that is gathered ahead there, if any is."""
-        after = [*[row[0] for row in rows[1:]], self.units.head][: len(rows)]
+        after = [*[row[0] for row in rows[1:]], self.units.called_head][: len(rows)]
         for (group, segments, times), following in zip(rows, after, strict=True):
             n_before = times - 1 if self.units.prefetches and following is not group else 0
             if n_before:
@@ -377,13 +377,13 @@ class FSDPModule(StageModule[FsdpState]):
         rows = list(self._rows(backward_order(self.stage.blocks), late=late))
         order = list(next_units([*[group for group, *_ in rows], units.embed]))
         rows = rows if trace.blocks_require_grad else []
-        of_output = units.head is not None or self.stage.has_trainer
+        of_output = units.called_head is not None or self.stage.has_trainer
         n_before = trace.ends.head_backward if of_output else trace.n_loss_backward
         loss, head = self._added_parts(trace.head_backward, n_before)
         parts = [events("backward: loss", loss)]
-        turns = [*self.prefetch(units.head or order[0])] if units.root is not None else []
-        turns += [*self.pre_backward(units.head, order[0]), (head, 1)]
-        turns += self.post_backward(units.head)
+        turns = [*self.prefetch(units.called_head or order[0])] if units.root is not None else []
+        turns += [*self.pre_backward(units.called_head, order[0]), (head, 1)]
+        turns += self.post_backward(units.called_head)
         parts.append(in_order("backward: head", turns))
         outer = not self.stage.last
         for (group, segments, times, closes), following in zip(rows, order[1:], strict=False):
@@ -477,7 +477,7 @@ class FSDPModule(StageModule[FsdpState]):
             if has_grads:
                 yield from self.post_backward(group)
 
-        head = ((split.head.events, 1), *closed(units.head))
+        head = ((split.head.events, 1), *closed(units.called_head))
         parts = [events("backward: loss", split.loss.events), in_order("backward: input of the head", head)]
         for group, segments, times, closes in self._rows(split.blocks, late=late):
             turns = [(segment.events, n) for segment, n in segments]

@@ -5,7 +5,7 @@ from typing import Final, final
 
 from memplan.allocator import ALLOC_CONF
 from memplan.fields import Choice, Count, Flag, described
-from memplan.models.traced import ROTATES, ByTrainer, Compiles
+from memplan.models.traced import ROTATES, ByTrainer, Compiles, Scoring
 from memplan.plan import Plan
 from memplan.shapes import DType
 
@@ -19,7 +19,7 @@ LIGER_KERNELS: Final = ("none", "fused_linear_cross_entropy")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch")
 """The options of FullyShardedDataParallel alone."""
-TRAINERS: Final = ("none", "huggingface")
+TRAINERS: Final = ("none", "huggingface", "sft")
 TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
@@ -136,7 +136,7 @@ class TorchOptions:
     trainer: str = described(
         "none",
         Choice(
-            "Whose loop trains: a plain one, or transformers' Trainer, with what it adds",
+            "Whose loop trains: a plain one, transformers' Trainer or TRL's SFTTrainer, with what it adds",
             choices=TRAINERS,
             word="trainer",
         ),
@@ -178,11 +178,28 @@ def finds_unused(plan: Plan) -> bool:
     return torch_options(plan).trainer != "none" and plan.ddp and not recomputed
 
 
+def gathers_head(plan: Plan) -> bool:
+    """Whether TRL's SFTTrainer itself gathers the output layer's weight, whose unit of FSDP2 is not called.
+
+    Under PEFT that is a unit alone; else it is the last norm's too, which is called.
+
+    Source: trl.trainer.utils (`add_fused_lm_head`), 1.16.
+    """
+    return torch_options(plan).trainer == "sft" and plan.fsdp and plan.adapters is not None
+
+
 def called_by_trainer(plan: Plan) -> ByTrainer | None:
     """How the plan's trainer calls the module; None: as a plain loop does."""
-    if torch_options(plan).trainer == "none":
+    trainer, scoring = torch_options(plan).trainer, None
+    if trainer == "none":
         return None
-    return ByTrainer(clones_outputs=finds_unused(plan), casts_inputs=plan.fsdp and plan.mixed)
+    if trainer == "sft":
+        scoring = Scoring(plan.micro_batch, plan.seq_len, gathers_head(plan))
+    return ByTrainer(
+        clones_outputs=finds_unused(plan),
+        casts_inputs=plan.fsdp and plan.mixed,
+        scoring=scoring,
+    )
 
 
 def weight_dtype(plan: Plan) -> DType:

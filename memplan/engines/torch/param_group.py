@@ -10,6 +10,7 @@ from itertools import groupby
 
 from memplan.engines.ddp import ALL_REDUCE, partial_sum
 from memplan.engines.stage import trained
+from memplan.engines.torch.options import gathers_head
 from memplan.engines.torch.sharding import n_shards, padded_shard_elements, shard_elements
 from memplan.engines.torch.stage import Stage, stored_dtype
 from memplan.engines.torch.units import (
@@ -437,7 +438,7 @@ class Units:
             any_parameters = any(p.parameters for p in parts)
             return ParamGroup(stage, place, name, parts, reshards=reshards) if any_parameters else None
 
-        self.root = self.embed = self.head = None
+        self.root = self.embed = self.head = self.called_head = None
         self.rows: list[Row[ParamGroup | None]] = []
         if options.fsdp_units == "model":
             self.root = unit("root", embed, *[part for part, _ in blocks], head, reshards=False)
@@ -453,6 +454,7 @@ class Units:
                 head = EqualParameters((output,), 1)
             self.embed = unit("embedding", embed)
             self.head = unit("head", head, reshards=again and not keeps_head)
+            self.called_head = None if gathers_head(stage.plan) else self.head
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
         for role, run in groupby(blocks, key=lambda block: block[1]):
             in_a_row = [part for part, _ in run]

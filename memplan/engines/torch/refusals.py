@@ -17,6 +17,7 @@ from memplan.engines.torch.options import (
     FSDP1_OPTIONS,
     TorchOptions,
     compiled_blocks,
+    gathers_head,
     torch_options,
     weight_dtype,
 )
@@ -24,6 +25,7 @@ from memplan.engines.weight_updates import is_fp8
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.kernels import SCALED_MM_MULTIPLE
 from memplan.models import (
+    Decoder,
     Model,
     TracedModel,
     ends_are_tied,
@@ -913,7 +915,7 @@ def _check_trainer(model: Model, plan: Plan) -> None:
     options = torch_options(plan)
     if options.trainer == "none":
         return
-    asked = "trainer='huggingface'"
+    asked = f"trainer={options.trainer!r}"
     if not model.takes_padding_mask and model.config_values() is None:
         raise MissingRule(
             f"{asked} of {model.name}: it calls models of transformers, whose config.json is known; use one "
@@ -964,6 +966,42 @@ def _check_trainer(model: Model, plan: Plan) -> None:
             "zero=0, or lora_targets='all-linear'",
         ),
         (plan.fsdp and options.fsdp_units != ends, f"fsdp_units={options.fsdp_units!r}", repr(ends)),
+        *(_not_by_sft(model, plan) if options.trainer == "sft" else ()),
+    )
+
+
+def _not_by_sft(model: Model, plan: Plan) -> tuple[tuple[bool, str, str], ...]:
+    """What has no rule under TRL's SFTTrainer, as rows of `_check_trainer`."""
+    head = model.vocab_size if isinstance(model, Decoder) else 0
+    return (
+        (plan.fsdp and torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
+        (
+            plan.fsdp and ends_are_tied(model),
+            f"zero={plan.zero} of tied ends",
+            "zero=0, or a model with a head",
+        ),
+        (plan.formats.loss_scaled, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
+        (
+            plan.quantize != "none" and plan.formats.stored == FP32,
+            f"quantize={plan.quantize!r}, precision={plan.precision!r} (it has adapters in bfloat16)",
+            "precision='bf16-autocast'",
+        ),
+        (
+            plan.adapters is not None
+            and not _ENDS.isdisjoint(f"{plan.lora_targets},{plan.modules_to_save}".split(",")),
+            f"lora_rank={plan.lora_rank} with adapters or copies of the ends",
+            "lora_targets='all-linear'",
+        ),
+        (
+            gathers_head(plan) and plan.recompute != "none",
+            f"zero={plan.zero}, lora_rank={plan.lora_rank}, recompute={plan.recompute!r}",
+            "zero=0, or recompute='none'",
+        ),
+        (
+            gathers_head(plan) and head % plan.dp > 0,
+            f"zero={plan.zero}, lora_rank={plan.lora_rank}, dp={plan.dp} that does not divide the vocabulary",
+            f"a dp that divides {head}",
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from memplan.engines.torch.options import (
     called_by_trainer,
     compiled_blocks,
     finds_unused,
+    gathers_head,
     torch_options,
     weight_dtype,
 )
@@ -27,8 +28,8 @@ from memplan.engines.torch.sharding import (
     shard_rank,
     zero_redundancy_partition,
 )
-from memplan.engines.torch.trainer import KeptByTrainer, kept_by_trainer
-from memplan.engines.trace import EMPTY, Segment
+from memplan.engines.torch.trainer import KeptByTrainer, gathered, gathered_metrics, kept_by_trainer
+from memplan.engines.trace import EMPTY, BlockKind, Segment, Trace
 from memplan.engines.weight_updates import Weight, is_of_8_bits, maps_of, scalars_of, states_of
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
@@ -155,13 +156,27 @@ class Stage(ModelStage):
 
     @property
     def has_trainer(self) -> bool:
-        """Whether transformers' Trainer trains the module."""
-        return self.options.trainer == "huggingface"
+        """Whether transformers' Trainer trains the module, or TRL's that builds on it."""
+        return self.options.trainer != "none"
 
     @property
     def is_of_torchtitan(self) -> bool:
         """Whether the module is torchtitan's, which torchtitan divides into units."""
         return is_of_torchtitan(self.model)
+
+    def traced(self, kinds: tuple[BlockKind, ...]) -> Trace:
+        """The trace of one micro-batch, to which TRL's SFTTrainer adds what it tells all ranks of it."""
+        found = super().traced(kinds)
+        if self.options.trainer != "sft":
+            return found
+        head = found.head.events
+        if gathers_head(self.plan):
+            head = gathered(found.head_parameters[-1], self.plan), *head
+        return replace(
+            found,
+            head=Segment(head),
+            loss=Segment((*found.loss.events, *gathered_metrics(self.plan))),
+        )
 
     @cached_property
     def trainer(self) -> KeptByTrainer | None:

@@ -15,7 +15,7 @@ from memplan.engines.trace import Trace
 from memplan.models import Model
 from memplan.plan import Plan
 from memplan.record import Collective, Free, Stretch, allocs, events, frees
-from memplan.shapes import FP32, INT64, Buffer, DType, buffer_of
+from memplan.shapes import FP32, INT64, Buffer, DType, Parameter, buffer_of
 
 MASK: Final = "mask of padding"
 
@@ -72,6 +72,28 @@ def kept_by_trainer(
         norm=buffer_of("norm of the gradients", (), weight_dtype),
         losses=buffer_of("losses so far", (), FP32),
     )
+
+
+def gathered(weight: Parameter, plan: Plan) -> Collective:
+    """The all-gather of a weight that is a DTensor, divided evenly.
+
+    Source: `torch.distributed.tensor:DTensor.full_tensor`.
+    """
+    n_bytes = weight.n_elements * plan.formats.gather.itemsize
+    return Collective(kind="all_gather", axis="dp", what=weight.name, payload_bytes=n_bytes)
+
+
+def gathered_metrics(plan: Plan) -> Iterator[Collective]:
+    """The numbers of a micro-batch that TRL's SFTTrainer gathers from all ranks.
+
+    Neglects: the bytes of their sums.
+    Source: trl.trainer.sft_trainer (`SFTTrainer.compute_loss`), 1.16; accelerate.utils.operations
+    (`_gpu_gather`).
+    """
+    entropy, n = plan.formats.gather if plan.fsdp and plan.mixed else FP32, plan.world_size
+    metrics = {"tokens with a target": INT64, "entropy": entropy, "tokens predicted": INT64, "tokens": INT64}
+    for what, dtype in metrics.items() if n > 1 else ():
+        yield Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n * dtype.itemsize)
 
 
 def fetched(kept: KeptByTrainer | None, plan: Plan) -> Iterator[Stretch]:

@@ -22,8 +22,9 @@ from memplan.errors import MemplanError, PlanRefused
 from memplan.launchers.transformers import training_arguments
 from memplan.models import Decoder
 from memplan.shapes import FP32
-from validate.cases import Case
+from validate.cases import Case, option
 from validate.systems import Training
+from validate.systems.huggingface.trl import masks_as_on_a_gpu, sft_trainer
 from validate.systems.torch.adapters import scales_of, with_adapters
 from validate.systems.torch.parallelize import torch_dtype
 from validate.systems.torch.wild import values_as_on_a_gpu, wild_of
@@ -123,12 +124,17 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         asked = training_arguments(plan) | _of_harness(case)
         generator = torch.Generator().manual_seed(case.seed)
         ids = torch.randint(3, cast(Decoder, case.model).vocab_size, (plan.seq_len,), generator=generator)
+        samples, callbacks = Samples(ids.tolist(), STEPS * plan.global_batch), [callback]
+        if option(plan, "trainer", "none") == "sft":
+            if not case.computes:
+                masks_as_on_a_gpu()
+            return sft_trainer(_module(case, device), asked, samples, callbacks)
         return transformers.Trainer(
             model=_module(case, device),
             args=transformers.TrainingArguments(**asked),
-            train_dataset=Samples(ids.tolist(), STEPS * plan.global_batch),
+            train_dataset=samples,
             data_collator=transformers.default_data_collator,
-            callbacks=[callback],
+            callbacks=callbacks,
         )
 
     return TrainerTraining(make)

@@ -1,0 +1,285 @@
+"""A module of transformers with the output layer that TRL's trainers give it: tokens are scored in tiles.
+
+No logits are made. Of each tile of `TOKENS` by `VOCABULARY` the statistics of each token's distribution are
+kept, and the backward pass makes the tile again. On CUDA a kernel of Triton's reads a tile where it is; on
+CPU PyTorch's operations take copies.
+
+Source: trl.trainer.utils (`add_fused_lm_head`), trl.kernels.chunked_logprob (`ChunkedLogProbFunction`), 1.16.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from memplan.errors import MissingRule
+from memplan.models.traced import ByTrainer, Scoring
+
+TOKENS: Final = 4096
+"""Tokens of a tile (`TOKEN_CHUNK_SIZE`)."""
+
+VOCABULARY: Final = 32_768
+"""Entries of the vocabulary of a tile (`_CHUNKED_LOGPROB_CHUNK_SIZE`)."""
+
+
+class Scores(NamedTuple):
+    """What the module returns: of each token but the last (batch, seq - 1), and their loss.
+
+    Source: trl.trainer.utils (`FusedCausalLMOutput`).
+    """
+
+    loss: Tensor
+    log_probs: Tensor
+    entropy: Tensor
+    is_top1: Tensor
+    label_mask: Tensor
+
+
+def with_scores(module: Any, by: ByTrainer) -> Callable[..., tuple[Scores, Tensor, Tensor]]:
+    """The forward of a causal language model of transformers that scores its labels.
+
+    It returns the mask of padding and the number of the batch's tokens too, which it is given. FSDP2
+    casts what it returns to the type that it gathers weights in.
+
+    Raises:
+        MissingRule: an output layer with a bias, or experts, whose router has a loss of its own.
+    """
+    base, scoring = module, cast(Scoring, by.scoring)
+    if hasattr(module, "get_base_model"):
+        base = module.get_base_model()
+        if not scoring.gathers_head:
+            _enable_input_require_grads(base)
+    head, config = base.get_output_embeddings(), base.config.get_text_config()
+    for what, asked in (
+        ("an output layer with a bias", getattr(head, "bias", None) is not None),
+        ("the loss of a router of experts", hasattr(config, "output_router_logits")),
+    ):
+        if asked:
+            raise MissingRule(
+                f"trainer='sft' with {what} has no rule yet; use another model, or trainer='huggingface'.",
+                kind=f"SFTTrainer with {what}",
+            )
+    cap = getattr(config, "final_logit_softcapping", None)
+    vars(head)["forward"] = partial(_scored, head, cap, scoring.gathers_head)
+
+    def forward(
+        *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, num_items_in_batch: Tensor
+    ) -> tuple[Scores, Tensor, Tensor]:
+        output = base.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        scores: Scores = head(output.last_hidden_state[:, :-1], labels[:, 1:])
+        if by.casts_inputs:
+            scores = Scores(
+                *[one.to(head.weight.dtype) if one.is_floating_point() else one for one in scores]
+            )
+        return scores, attention_mask, num_items_in_batch
+
+    return forward
+
+
+def _enable_input_require_grads(base: Any) -> None:
+    """Let the embeddings of tokens require gradients where blocks are recomputed.
+
+    Source: `transformers.modeling_utils:PreTrainedModel.enable_input_require_grads`, which
+    trl.trainer.sft_trainer (`SFTTrainer.__init__`) calls.
+    """
+    embedding = base.get_input_embeddings()
+    forward = embedding.forward
+
+    def embedded(ids: Tensor) -> Tensor:
+        found: Tensor = forward(ids)
+        recomputes = any(getattr(one, "gradient_checkpointing", False) for one in base.modules())
+        return found.requires_grad_() if recomputes else found
+
+    vars(embedding)["forward"] = embedded
+
+
+def _scored(head: Any, cap: float | None, gathers: bool, hidden: Tensor, labels: Tensor) -> Scores:
+    """The scores of labels by the output layer, whose logits are capped, and whose weight may be gathered."""
+    mask = labels != -100
+    on_cuda = hidden.device.type == "cuda"
+    found = cast(Any, _Tiles).apply(
+        cast(Any, _Chosen).apply(hidden, mask) if on_cuda else hidden.reshape(-1, hidden.size(-1)),
+        head.weight.clone() if gathers else head.weight,
+        cast(Any, _Chosen).apply(labels, mask) if on_cuda else labels.clamp(min=0).reshape(-1),
+        cap,
+    )
+    if on_cuda:
+        found = (cast(Any, _Placed).apply(one, mask) for one in found)
+    else:
+        found = (one.view(mask.shape).masked_fill(~mask, 0) for one in found)
+    log_probs, entropy, is_top1 = found
+    loss = -log_probs.sum() / mask.sum().clamp(min=1)
+    return Scores(loss, log_probs, entropy, is_top1, mask)
+
+
+def loss_of_scores(scores: Scores, of_padding: Tensor, n_items: Tensor) -> Tensor:
+    """The loss, and what is counted beside it; on one rank, so that nothing is gathered.
+
+    Source: trl.trainer.sft_trainer (`SFTTrainer.compute_loss`).
+    """
+    of_tokens = -scores.log_probs
+    loss = of_tokens.sum() / n_items.clamp(min=1)
+    loss = loss * 1
+    n_valid = scores.label_mask.sum().sum()
+    entropy = scores.entropy.detach().sum().sum()
+    n_correct = scores.is_top1.sum().sum()
+    entropy / n_valid
+    n_correct / n_valid
+    of_padding.sum().sum()
+    return loss
+
+
+class _Chosen(torch.autograd.Function):
+    """The elements of x that a mask of its first dims chooses: all of them.
+
+    Source: aten/src/ATen/native/TensorAdvancedIndexing.cpp (`index_put_with_sort`, `_index_put_impl_`),
+    torch/csrc/autograd/FunctionsManual.cpp (`index_backward`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.shape = x.shape
+        return x[mask.nonzero().unbind(1)]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (mask,) = ctx.saved_tensors
+        found = grads[0].new_zeros(ctx.shape)
+        found.index_put_(mask.nonzero().unbind(1), grads[0], accumulate=True)
+        return found, None
+
+
+class _Placed(torch.autograd.Function):
+    """One number for each element of a mask that is true, in the mask's shape.
+
+    Source: aten/src/ATen/native/cuda/IndexKernel.cpp (`masked_scatter__cuda`),
+    torch/csrc/autograd/FunctionsManual.cpp (`masked_scatter_backward`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return x.new_zeros(mask.shape).masked_scatter(mask, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (mask,) = ctx.saved_tensors
+        return grads[0][mask.nonzero().unbind(1)], None
+
+
+class _Tiles(torch.autograd.Function):
+    """Log-probabilities of targets, entropies, and whether the target is the likeliest; each (tokens)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        n, device = hidden.shape[0], hidden.device
+        autocasts = torch.is_autocast_enabled(device.type)
+        ctx.dtype = torch.get_autocast_dtype(device.type) if autocasts else hidden.dtype
+        ctx.cap = cap
+        kept = [torch.full((n,), -math.inf, device=device)]
+        kept += [torch.zeros((n,), device=device) for _ in range(4)]
+        kept += [torch.full((n,), -math.inf, device=device), torch.zeros((n,), device=device)]
+        tiles = torch.empty((min(n, TOKENS), VOCABULARY), device=device, dtype=ctx.dtype)
+        for first in range(0, n, TOKENS):
+            rows = slice(first, min(first + TOKENS, n))
+            x = hidden[rows].to(ctx.dtype)
+            for start in range(0, weight.shape[0], VOCABULARY):
+                end = min(start + VOCABULARY, weight.shape[0])
+                tile = tiles[: x.shape[0], : end - start]
+                torch.mm(x, weight[start:end].to(ctx.dtype).t(), out=tile)
+                if device.type == "cpu":
+                    _read(tile, targets[rows] - start, [one[rows] for one in kept], cap)
+        largest, total, weighted, _, _, before, of_target = kept
+        log_z = largest + torch.log(total)
+        log_probs = of_target - log_z
+        entropy = log_z - weighted / total
+        is_top1 = (of_target >= largest) & (of_target > before)
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.mark_non_differentiable(is_top1)
+        return log_probs, entropy, is_top1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_z, _ = ctx.saved_tensors
+        n, device = hidden.shape[0], hidden.device
+        needed = [of for of, needs in zip((hidden, weight), ctx.needs_input_grad[:2], strict=True) if needs]
+        wide = {id(of): torch.zeros(of.shape, device=device) for of in needed}
+        tiles = torch.empty((min(n, TOKENS), VOCABULARY), device=device, dtype=ctx.dtype)
+        grad = cast(Tensor, grads[0]).float().contiguous()
+        for first in range(0, n, TOKENS):
+            rows = slice(first, min(first + TOKENS, n))
+            x = hidden[rows].to(ctx.dtype)
+            for start in range(0, weight.shape[0], VOCABULARY):
+                end = min(start + VOCABULARY, weight.shape[0])
+                w = weight[start:end].to(ctx.dtype)
+                tile = tiles[: x.shape[0], : end - start]
+                torch.mm(x, w.t(), out=tile)
+                if device.type == "cpu":
+                    _put_gradient(tile, start, targets[rows], log_z[rows], grad[rows], ctx.cap)
+                if id(hidden) in wide:
+                    _add_product(wide[id(hidden)][rows], tile, w)
+                if id(weight) in wide:
+                    _add_product(wide[id(weight)][start:end], tile.t(), x)
+        of_hidden, of_weight = (
+            wide[id(of)].to(of.dtype) if id(of) in wide else None for of in (hidden, weight)
+        )
+        return of_hidden, of_weight, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a product to a total in float32; on CUDA its operands may be narrower."""
+    if total.device.type == "cuda" and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
+
+
+def _read(tile: Tensor, local: Tensor, kept: list[Tensor], cap: float | None) -> None:
+    """Put a tile's part into the statistics on CPU; `local`: the targets' places in the tile."""
+    z = _logits(tile.float(), cap)
+    before = torch.arange(z.shape[1], device=z.device) < local.unsqueeze(-1)
+    kept[5].copy_(torch.maximum(kept[5], z.masked_fill(~before, -math.inf).amax(-1)))
+    largest = torch.maximum(kept[0], z.amax(-1))
+    rescale = torch.exp(kept[0] - largest)
+    e = torch.exp(z - largest.unsqueeze(-1))
+    kept[1].mul_(rescale).add_(e.sum(-1))
+    kept[2].mul_(rescale).add_((e * z).sum(-1))
+    kept[0].copy_(largest)
+    inside = (local >= 0) & (local < z.shape[1])
+    target = z.gather(-1, local.clamp(0, z.shape[1] - 1).unsqueeze(-1)).squeeze(-1)
+    kept[6].copy_(torch.where(inside, target, kept[6]))
+
+
+def _logits(z: Tensor, cap: float | None) -> Tensor:
+    z = z * 1.0  # by a scale
+    if cap is not None:
+        z = cap * torch.tanh(z / cap)
+    return z * 1.0  # by a temperature
+
+
+def _put_gradient(
+    tile: Tensor, start: int, targets: Tensor, log_z: Tensor, grad: Tensor, cap: float | None
+) -> None:
+    """Put the gradient of a tile of logits in their place on CPU."""
+    y = tile.float() * 1.0
+    if cap is not None:
+        t = torch.tanh(y / cap)
+        z = cap * t * 1.0
+    else:
+        z = y * 1.0
+    log_p = z - log_z.unsqueeze(-1)
+    p = torch.exp(log_p)
+    found = torch.zeros_like(z)
+    is_target = torch.arange(start, start + z.shape[1], device=z.device) == targets.unsqueeze(-1)
+    found += grad.unsqueeze(-1) * (is_target.float() - p)
+    found = found * 1.0
+    if cap is not None:
+        found = found * (1 - t * t)
+    tile.copy_(found * 1.0)

@@ -1,0 +1,85 @@
+"""TRL's SFTTrainer: what it adds to a step of transformers' Trainer, and what is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import memplan
+from memplan.errors import MissingRule
+from memplan.models import implemented, preset
+from memplan.tracing.trl import TOKENS, VOCABULARY
+
+WHOLE: Any = implemented(preset("llama-3-8b"), "huggingface")
+MODEL: Any = replace(
+    WHOLE,
+    n_layers=2,
+    d_model=512,
+    n_heads=4,
+    n_kv_heads=2,
+    d_ff=1024,
+)
+SFT: dict[str, Any] = {
+    "trainer": "sft", "optimizer_impl": "fused", "seq_len": 512, "precision": "bf16-mixed",
+    "recompute": "full", "clip_grad_norm": 1.0,
+}  # fmt: skip
+FSDP2: dict[str, Any] = {
+    "dp": 8, "zero": 3, "fsdp_units": "block+ends", "precision": "bf16-mixed-reduce-bf16",
+}  # fmt: skip
+
+
+def estimated(**options: Any) -> memplan.Estimate:
+    return memplan.estimate(**{"model": MODEL, **SFT, **options})
+
+
+def gathers(found: memplan.Estimate) -> dict[str, Any]:
+    return {one.what: one for one in found.collectives if one.kind == "all_gather"}
+
+
+def test_no_logits_are_made():
+    sizes = {"seq_len": 4096, "micro_batch": 2}
+    logits = 2 * 4096 * MODEL.vocab_size * 4
+    peaks = [estimated(**sizes, trainer=name).peak.total_bytes for name in ("huggingface", "sft")]
+    assert peaks[0] - peaks[1] > logits
+
+
+def test_more_tokens_than_a_tile_has_add_none():
+    peaks = [estimated(seq_len=TOKENS + 1, micro_batch=n).peak.total_bytes for n in (1, 2)]
+    tile = TOKENS * VOCABULARY * 2
+    assert peaks[1] - peaks[0] < tile
+
+
+def test_metrics_of_each_micro_batch_are_gathered():
+    found = gathers(estimated(dp=4, global_batch=8))
+    sizes = {"tokens with a target": 8, "entropy": 4, "tokens predicted": 8, "tokens": 8}
+    assert {name: found[name].payload_bytes for name in sizes} == {k: 4 * 2 * n for k, n in sizes.items()}
+    for precision, n_bytes in (("bf16-mixed-reduce-bf16", 2), ("bf16", 4)):
+        assert gathers(estimated(**FSDP2 | {"precision": precision}))["entropy"].payload_bytes == 8 * n_bytes
+
+
+def test_beside_adapters_the_output_layer_is_gathered_by_trl_itself():
+    found = gathers(estimated(**FSDP2, lora_rank=8, recompute="none"))
+    assert found["base_model.model.lm_head.weight"].payload_bytes == MODEL.vocab_size * MODEL.d_model * 2
+
+
+@pytest.mark.parametrize(
+    "options,said",
+    [
+        ({**FSDP2, "fsdp_version": 1, "fsdp_units": "block"}, "fsdp_version=1"),
+        ({**FSDP2, "fsdp_units": "block", "model": replace(MODEL, tied_head=True)}, "zero=3 of tied ends"),
+        ({"precision": "fp16-mixed"}, "precision='fp16-mixed'"),
+        ({"lora_rank": 8, "quantize": "nf4", "seq_len": 4096}, "has adapters in bfloat16"),
+        ({"lora_rank": 8, "lora_targets": "q_proj,lm_head"}, "adapters or copies of the ends"),
+        ({**FSDP2, "lora_rank": 8}, "recompute='full'"),
+        ({**FSDP2, "lora_rank": 8, "recompute": "none", "dp": 5}, "dp=5 that does not divide the vocabulary"),
+        ({"liger_kernel": "fused_linear_cross_entropy"}, "liger_kernel"),
+    ],
+)
+def test_plans_without_a_rule_are_refused(options, said):
+    with pytest.raises(MissingRule, match=f"trainer='sft' with .*{said}"):
+        estimated(**options)
+
+
+def test_routers_are_refused():
+    with pytest.raises(MissingRule, match="the loss of a router of experts"):
+        memplan.estimate("mixtral-8x7b", **SFT)

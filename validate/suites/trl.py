@@ -1,0 +1,76 @@
+"""TRL's SFTTrainer: one process, DDP and FSDP2, with its own options; flat lists of rows."""
+
+from typing import Any, Final
+
+from memplan.errors import InvalidValue
+from validate.cases import Case
+from validate.gpus import Gpus
+from validate.suites.trainers import FSDP2, LLAMA, LORA, QWEN, in_small, large
+
+SFT: Final[dict[str, Any]] = {"trainer": "sft"}
+
+APART: Final[dict[str, Any]] = {"tied_head": False}
+
+SMALL: Final[tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = (
+    ("llama", {"precision": "fp32"}, APART),
+    ("llama", {"precision": "bf16-mixed", "micro_batch": 3}, APART),
+    ("qwen3", {"precision": "bf16", "micro_batch": 2}, APART),
+    ("llama", {"precision": "bf16-mixed", "global_batch": 3, "recompute": "full"}, APART),
+    ("olmo2", {"precision": "bf16-mixed", "micro_batch": 2, "global_batch": 4}, APART),
+    ("gemma", {"precision": "fp32", "clip_grad_norm": None}, APART),
+    ("llama", {"dp": 2, "precision": "bf16-mixed", "recompute": "full"}, APART),
+    ("llama", {"dp": 2, "precision": "fp32", "micro_batch": 2, "global_batch": 8}, APART),
+    ("qwen3", {"dp": 2, "precision": "bf16-mixed"}, APART),
+    ("olmo2", {"dp": 4, "precision": "fp32", "bucket_cap_bytes": 1024**2}, APART),
+    ("gpt", {"dp": 2, "precision": "bf16-mixed", "micro_batch": 2}, {}),
+    ("llama", {**LORA, "precision": "fp32"}, {}),
+    ("qwen3", {**LORA, "precision": "bf16-mixed", "recompute": "full"}, {}),
+    ("gemma2", {**LORA, "precision": "bf16", "lora_targets": "q_proj,v_proj", "lora_dropout": 0.1}, {}),
+    ("llama", {**LORA, "dp": 2, "precision": "bf16-mixed"}, {}),
+    ("qwen2", {**LORA, "dp": 2, "precision": "bf16-mixed", "recompute": "full", "global_batch": 8}, {}),
+)
+"""Families in small, for CPU ranks, and their sizes."""
+
+DEFAULT: Final[dict[str, Any]] = {"precision": "bf16-mixed", "recompute": "full"}
+"""What SFTConfig sets where nothing is said."""
+
+QLORA: Final[dict[str, Any]] = {"precision": "bf16-autocast", "quantize": "nf4-double"}
+"""Frozen weights of four bits, and all else in bfloat16."""
+
+LARGE: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
+    (LLAMA, 2, DEFAULT, None),
+    (LLAMA, 8, {**LORA, **DEFAULT}, None),
+    (LLAMA, 8, {"dp": 8, **FSDP2, "recompute": "full"}, 1),
+    (LLAMA, 2, {**DEFAULT, "dp": 8}, 1),
+    (QWEN, 8, {**LORA, **DEFAULT, **QLORA, "dp": 8}, 3),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2}, 1),
+    (QWEN, 4, {"dp": 16, **FSDP2, "precision": "bf16", "recompute": "full"}, 4),
+    (LLAMA, 2, {**DEFAULT, "micro_batch": 2, "global_batch": 4}, None),
+    (LLAMA, 4, {"dp": 8, "precision": "bf16-autocast"}, 3),
+    (QWEN, 2, DEFAULT, None),
+    (LLAMA, 8, {**LORA, **DEFAULT, "dp": 8}, 1),
+    (LLAMA, 8, {**LORA, **DEFAULT, **QLORA, "quantize": "nf4"}, None),
+    (QWEN, 2, {**DEFAULT, "dp": 64, "global_batch": 128}, 63),
+    (QWEN, 4, {"precision": "bf16", "seq_len": 2048, "micro_batch": 3}, None),
+    (LLAMA, 4, {"dp": 8, **FSDP2, "zero": 2, "recompute": "full", "global_batch": 16}, 2),
+    (LLAMA, 2, {"precision": "bf16-mixed"}, None),
+    (LLAMA, 32, {"dp": 8, **FSDP2, "recompute": "full"}, 7),
+    (QWEN, 36, {**LORA, **DEFAULT, "lora_dropout": 0.1}, None),
+)
+"""A preset, its layers, a plan's options, and the rank that runs alone."""
+
+
+def trl() -> tuple[Case, ...]:
+    """SFTTrainer on CPU ranks: families in small."""
+    return tuple([in_small(family, SFT | own, **more) for family, own, more in SMALL])
+
+
+def gpu_trl(gpus: Gpus | None) -> tuple[Case, ...]:
+    """SFTTrainer on one GPU, or on one rank of a world with stand-ins for the others.
+
+    Raises:
+        InvalidValue: without a GPU, for which alone Triton compiles its kernels.
+    """
+    if gpus is None:
+        raise InvalidValue("gpu-trl has models of true size; use --device nogpu, or the suite trl.")
+    return tuple([large(preset, n, SFT | options, rank, gpus) for preset, n, options, rank in LARGE])
