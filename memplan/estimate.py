@@ -818,6 +818,7 @@ def estimate(
             moe_token_dispatcher_type: how tokens reach experts of other ranks: "allgather" or "alltoall".
             moe_grouped_gemm: all experts of a rank in one product of Transformer Engine.
             moe_permute_fusion: tokens are permuted by Transformer Engine's kernels.
+            moe_router_padding_for_quantization: the router sends as many as products in 8 bits take.
             use_precision_aware_optimizer: FusedAdam keeps what bfloat16 weights lack of the main ones.
             main_grads_dtype: main_grad of that optimizer, "fp32" or "bf16".
             exp_avg_dtype: its first moments, "fp32", "fp16" or "bf16".

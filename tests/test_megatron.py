@@ -157,7 +157,7 @@ def test_nvidias_bytes_of_rows_with_muon(scores):
         ("megatron-ci-3469", 0, 0),  # without FlashAttention, in a container of January 2024
         ("megatron-ci-3491", -1_049_088, -512),  # deferred gradients, from before August 2025
         ("megatron-ci-3494", -1_049_088, -512),  # and after
-        ("megatron-ci-3365", -512, -4_198_912),  # receives begun ahead
+        ("megatron-ci-3365", 4_193_792, -4_608),  # receives begun ahead
         ("megatron-ci-3452", -512, -512),  # the loss as Inductor compiles it, on an H100
         ("megatron-ci-3462", -512, -2_620_928),  # multi-latent attention, on a GB200
         ("megatron-ci-3463", -786_944, -2_621_952),  # the same on an H100
@@ -297,6 +297,91 @@ def test_nogpus_bytes_of_products_in_8_bits(name, more, rest_bytes, peak_bytes):
     assert replay.allocated_bytes == pytest.approx(peak_bytes, abs=1_064_000 if "mxfp8" in more else 160_000)
 
 
+OF_ALL = (
+    "--seq-length 4096 --max-position-embeddings 4096 --vocab-size 501 --bf16 --normalization RMSNorm "
+    "--untie-embeddings-and-output-weights --disable-bias-linear --swiglu --position-embedding-type rope "
+    "--micro-batch-size 1 --global-batch-size 16 --use-distributed-optimizer --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --sequence-parallel"
+)
+MIXTRAL = (
+    f"{OF_ALL} --num-layers 2 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --num-experts 8 --moe-ffn-hidden-size 14336 "
+    "--moe-router-topk 2 --moe-aux-loss-coeff 1e-2"
+)
+"""Two layers of Mixtral 8x7B, and hardly a vocabulary."""
+
+QWEN3 = (
+    f"{OF_ALL} --num-layers 2 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
+    "--kv-channels 128 --group-query-attention --num-query-groups 4 --qk-layernorm --num-experts 128 "
+    "--moe-ffn-hidden-size 768 --moe-router-topk 8 --moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32"
+)
+"""Two layers of Qwen3-30B-A3B."""
+
+DEEPSEEK_V3 = (
+    f"{OF_ALL} --num-layers 3 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm --num-experts 32 "
+    "--moe-layer-freq ([0]*1+[1]*2) --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048 "
+    "--moe-router-topk 8 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-pre-softmax "
+    "--moe-router-dtype fp32"
+)
+"""Three layers of DeepSeek-V3, the first of them dense, with 32 experts instead of 256."""
+
+NOGPU_EXPERTS = [
+    (MIXTRAL, "h100-sxm", "ep4", 9_794_683_904, 12_347_006_464),
+    (MIXTRAL, "h100-sxm", "ep4 delayed", 11_371_768_832, 13_756_405_248),
+    (MIXTRAL, "h100-sxm", "ep4 tensorwise", 11_371_748_352, 13_722_829_312),
+    (MIXTRAL, "h100-sxm", "ep4 tensorwise --fp8-param-gather", 9_794_690_048, 12_145_771_008),
+    (MIXTRAL, "h100-sxm", "ep2 tp2 blockwise", 16_652_083_712, 17_844_236_288),
+    (MIXTRAL, "gb200", "ep4 mxfp8", 11_425_433_088, 13_792_238_592),
+    (QWEN3, "h100-sxm", "ep8", 3_317_223_424, 4_851_738_112),
+    (QWEN3, "h100-sxm", "ep4 tp2 delayed", 4_764_104_704, 5_523_139_072),
+    (QWEN3, "h100-sxm", "ep8 tensorwise --moe-permute-fusion", 3_724_653_568, 5_205_705_216),
+    (DEEPSEEK_V3, "h100-sxm", "ep8", 15_751_679_488, 23_012_532_736),
+    (DEEPSEEK_V3, "h100-sxm", "ep4 tp2 delayed", 16_946_168_320, 20_576_204_800),
+    (DEEPSEEK_V3, "h100-sxm", "ep8 tensorwise", 18_548_055_040, 25_528_037_376),
+    (DEEPSEEK_V3, "h100-sxm", "ep8 tensorwise --mtp-num-layers 1", 25_452_974_592, 34_305_943_552),
+    (
+        DEEPSEEK_V3,
+        "h100-sxm",
+        "ep8 tensorwise --recompute-granularity selective --recompute-modules moe_act layernorm mla_up_proj",
+        18_547_661_824,
+        23_522_969_600,
+    ),
+    (DEEPSEEK_V3, "gb200", "ep8 mxfp8 --mtp-num-layers 1", 25_580_679_168, 34_477_431_296),
+]
+"""The same of mixtures of experts, by the degrees of ep and tp (etp is 1), and the recipe if in 8 bits.
+
+Counts of tokens, which are values, were written as even ones.
+"""
+
+SHORT = {
+    **{f"ep{n}": f"--expert-model-parallel-size {n}" for n in (2, 4, 8)},
+    "tp2": "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    **{
+        name: f"--fp8-format hybrid --fp8-recipe {name}"
+        for name in ("delayed", "tensorwise", "blockwise", "mxfp8")
+    },
+}
+
+
+@pytest.mark.parametrize("line, name, more, rest_bytes, peak_bytes", NOGPU_EXPERTS)
+def test_nogpus_bytes_of_experts_and_latent_attention(line, name, more, rest_bytes, peak_bytes):
+    """What is off is what PyTorch's allocator leaves of blocks."""
+    asked = " ".join(SHORT.get(word, word) for word in more.split())
+    found = read(f"{line} {asked}", "megatron").keywords
+    model, one = found.pop("model"), memplan.gpu(name)
+    dp = 8 // found["tp"]
+    plan = plan_of(**found, dp=dp, cublas_workspace_config=":4096:8")
+    device = Device("cuda", one.capability, one.multiprocessors, name=one.name)
+    check_plan(model, plan, device)
+    last = Rank(dp=dp - 1, tp=plan.tp - 1)
+    replay = replayed(ENGINES.named("megatron").play_rank(model, plan, last, device, None).program())
+    assert replay.rest_bytes == pytest.approx(rest_bytes, rel=1e-3)
+    assert replay.allocated_bytes == pytest.approx(peak_bytes, rel=1e-3)
+
+
 def test_buckets_are_aligned_and_hold_each_weight_once():
     weights = [Parameter(f"w{i}", (1000 + 37 * i,), BF16) for i in range(9)]
     for n_ranks in (1, 2, 3, 8):
@@ -358,12 +443,32 @@ def test_the_normed_input_is_gathered_in_8_bits_and_the_gradient_of_the_input_is
         ({"fp8_recipe": "mxfp8", "fp8_param_gather": True, "zero": 1}, "fp8_param_gather and"),
         ({"fp8_recipe": "mxfp8"}, "capability 10.0"),
         ({"seq_len": 100}, "multiples of 8 and of 16"),
+        ({"moe_router_padding_for_quantization": True, "fp8_format": "none"}, "is for products in 8 bits"),
+        ({"recompute": "selective", "recompute_modules": "moe_act"}, "Delayed scaling does not support"),
     ],
 )
 def test_what_has_no_rule_beside_products_in_8_bits_is_refused(asked, said):
     plan = plan_of(engine="megatron", **({"seq_len": 128} | HYBRID | asked))
     with pytest.raises(MemplanError, match=said):
         check_plan(SMALL, plan, H100)
+
+
+def test_experts_one_after_the_other_get_as_many_tokens_as_products_in_8_bits_take():
+    asked: dict[str, Any] = {"engine": "megatron", "seq_len": 72, "moe_grouped_gemm": False, **HYBRID}
+    with pytest.raises(MissingRule, match="multiple of 16"):
+        check_plan(MIXTURE, plan_of(**asked), H100)
+
+
+def test_the_router_pads_what_each_expert_gets_before_it_is_sent():
+    asked: dict[str, Any] = {**EP, "seq_len": 120, **HYBRID}
+    sent = []
+    for pads in (False, True):
+        plan = plan_of(engine="megatron", moe_router_padding_for_quantization=pads, **asked)
+        check_plan(MIXTURE, plan, H100)
+        chunk = MegatronRank(MIXTURE, plan, Rank(), H100, {}).chunks[0]
+        events = [one for one in computed(chunk.forward) if isinstance(one, Collective)]
+        sent.append(max(one.payload_bytes for one in events if one.kind == "all_to_all"))
+    assert sent == [n * 8 * MIXTURE.d_model * 2 for n in (2 * 120 * 2 // 8, 64)]
 
 
 def test_the_precision_aware_optimizer_holds_half_of_the_main_parameters_and_its_moments_as_asked():

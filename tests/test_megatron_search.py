@@ -11,7 +11,7 @@ from memplan.testing import check_bounds
 ASKED: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {"global_batch": 16, "seq_len": 4096, "recompute_blocks": (None, 3)},
     "mixtral-8x7b": {
-        "cluster": "32xh100-sxm", "global_batch": 32, "seq_len": 4096, "ep": (4, 8), "tp": 4, "pp": 2,
+        "cluster": "32xh100-sxm", "global_batch": 32, "seq_len": 4096, "ep": (4, 8), "tp": 4, "pp": (2, 8),
         "zero": 1, "micro_batch": 1, "virtual_stages": (1, 2), "sequence_parallel": True,
     },
     "llama-3.2-3b": {

@@ -67,6 +67,7 @@ class EngineOptions(TypedDict, total=False):
     moe_token_dispatcher_type: Literal["allgather", "alltoall"]
     moe_grouped_gemm: bool
     moe_permute_fusion: bool
+    moe_router_padding_for_quantization: bool
     use_precision_aware_optimizer: bool
     main_grads_dtype: Literal["fp32", "bf16"]
     exp_avg_dtype: Literal["fp32", "fp16", "bf16"]

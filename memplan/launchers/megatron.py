@@ -36,6 +36,11 @@ WORKSPACES: Final = "CUBLAS_WORKSPACE_CONFIG"
 WARMUP_FLUSH: Final = "overlap-p2p-communication-warmup-flush"
 """The argument whose option has another name."""
 
+PADDING: Final = "moe-router-padding-for-quantization"
+"""How the router sends as many tokens as products in 8 bits take, which `PADDING_FOR_FP8` says too."""
+
+PADDING_FOR_FP8: Final = "moe-router-padding-for-fp8"
+
 IN_FP32: Final = ("attention-softmax-in-fp32", "apply-query-key-layer-scaling")
 """The flags that ask for a softmax in float32, the second by scaling it."""
 
@@ -102,6 +107,8 @@ READ: Final = frozenset(
         "moe-token-dispatcher-type",
         "moe-grouped-gemm",
         "moe-permute-fusion",
+        PADDING,
+        PADDING_FOR_FP8,
         "no-bias-gelu-fusion",
         "num-layers-per-virtual-pipeline-stage",
         "num-virtual-stages-per-pipeline-rank",
@@ -569,6 +576,8 @@ class Arguments:
         found |= {name.replace("-", "_"): True for name in flags if self.flag(name)}
         if limit := self.count("wgrad-deferral-limit", 0):
             found["wgrad_deferral_limit"] = limit
+        if self.flag(PADDING) or self.flag(PADDING_FOR_FP8):
+            found["moe_router_padding_for_quantization"] = True
         if self.flag(WARMUP_FLUSH):
             found["overlap_p2p_comm_warmup_flush"] = True
         if self.flag("num-experts"):

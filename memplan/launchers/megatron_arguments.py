@@ -20,6 +20,7 @@ FLAGS: Final = (
     "deterministic_mode",
     "attention_softmax_in_fp32",
     "moe_permute_fusion",
+    "moe_router_padding_for_quantization",
     "defer_embedding_wgrad_compute",
     "use_precision_aware_optimizer",
     "fp8_param_gather",

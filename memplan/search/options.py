@@ -85,6 +85,7 @@ class PlanOptions(TypedDict, total=False):
     moe_token_dispatcher_type: str | Iterable[str]
     moe_grouped_gemm: bool | Iterable[bool]
     moe_permute_fusion: bool | Iterable[bool]
+    moe_router_padding_for_quantization: bool | Iterable[bool]
     use_precision_aware_optimizer: bool | Iterable[bool]
     main_grads_dtype: str | Iterable[str]
     exp_avg_dtype: str | Iterable[str]

@@ -12,8 +12,8 @@ from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, with
 from memplan.models import Model
 from memplan.models.base import BLOCKS
 from memplan.models.megatron import (
-    EXPERTS,
     IN_BF16,
+    WITH_EXPERTS,
     GPTModel,
     TransformerConfig,
     configured,
@@ -59,7 +59,9 @@ def transformer_config(
         moe_token_dispatcher_type=options.moe_token_dispatcher_type,
         moe_grouped_gemm=options.moe_grouped_gemm,
         moe_use_legacy_grouped_gemm=options.ngc_container == OLD_CONTAINER,
+        shares_grouped_wgrads=options.shares_grouped_wgrads,
         moe_permute_fusion=options.moe_permute_fusion,
+        moe_router_padding_for_quantization=options.moe_router_padding_for_quantization,
         transformer_impl=options.transformer_impl,
         attention_backend=options.attention(device, dropout) if options.uses_te else "local",
         attn_mask_type=options.attn_mask_type if gpt_model(model).sees_all else "causal",
@@ -159,8 +161,16 @@ class ModelChunk:
         if self.model.config.fp8 is None:
             return []
         layers = zip(self.runs, self.blocks, strict=True)
-        own = [p for (kind, n), (block, _) in layers if kind.kind != IN_BF16 for p in block.parameters * n]
-        return [p for p in own if len(p.shape) == 2]
+        own = [
+            p for (kind, n), (block, _) in layers if kind.kind not in IN_BF16 for p in block.parameters * n
+        ]
+        own += [p for p in self.trace.head_parameters if p.name.startswith("mtp.")]
+        return [p for p in own if len(p.shape) == 2 and not p.name.endswith("router.weight")]
+
+    @property
+    def n_own_experts(self) -> int:
+        """The experts of a layer that are this rank's."""
+        return self.model.n_experts // self.plan.ep
 
     @property
     def n_predicted(self) -> int:
@@ -314,9 +324,9 @@ class ModelChunk:
     def kept_by_dispatchers(self) -> Iterator[Buffer]:
         """What the token dispatchers of layers with experts refer to between steps."""
         moe, tokens = self.model.moe, self.plan.micro_batch * self.local_seq_len
-        more = self.model.layers[-1].kind, self.n_predicted
+        more = self.model.predicted_kind, self.n_predicted
         for kind, n in (*self.layers, more):
-            if moe is not None and kind == EXPERTS:
+            if moe is not None and kind in WITH_EXPERTS:
                 yield from [*kept_by_dispatcher(moe, tokens, self.params_dtype, self.model.config)] * n
 
     def pieces(self, of: Stretch) -> list[Piece]:

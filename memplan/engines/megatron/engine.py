@@ -39,7 +39,7 @@ from memplan.engines.megatron.schedules import forward_backward
 from memplan.memory import Alive
 from memplan.models import Model
 from memplan.models.base import Layers
-from memplan.models.megatron import EXPERTS, WORDS, configured, gpt_model, weight_copies
+from memplan.models.megatron import WITH_EXPERTS, WORDS, configured, gpt_model, weight_copies
 from memplan.optimizers import COMMON
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.record import (
@@ -135,7 +135,7 @@ class MegatronRank:
     @property
     def has_experts(self) -> bool:
         """Whether a layer of this rank has a mixture of experts."""
-        return any(kind == EXPERTS for chunk in self.chunks for kind, _ in chunk.layers)
+        return any(kind in WITH_EXPERTS for chunk in self.chunks for kind, _ in chunk.layers)
 
     @property
     def uses_muon(self) -> bool:
@@ -315,7 +315,10 @@ class MegatronRank:
             for p in chunk.quantized:
                 for what, shape, dtype in weight_copies(p.shape, fp8):
                     yield buffer_of(f"{p.name} {what}", shape, dtype, "weights")
-            quantizers += [*LINEAR_QUANTIZERS * len(chunk.quantized), *ATTENTION_QUANTIZERS * chunk.n_layers]
+            together = {"weight": 1, "weight0": chunk.n_own_experts}
+            modules = [together.get(p.name.rpartition(".")[2], 0) for p in chunk.quantized]
+            quantizers += [n * one for n in modules if n for one in LINEAR_QUANTIZERS]
+            quantizers += ATTENTION_QUANTIZERS * (chunk.n_layers + chunk.n_predicted)
         for n in quantizers if fp8.recipe == "delayed" else ():
             yield buffer_of("scales", (n,), FP32)
             yield buffer_of("amax_history", (length, n), FP32)
@@ -360,7 +363,7 @@ class MegatronRank:
             for p in chunk.parameters()
             if not p.name.startswith(("embedding.", "output_layer."))
             and not p.name.endswith("router.weight")
-            and ".experts.linear_fc" not in p.name
+            and (".experts.linear_fc" not in p.name or self.options.shares_grouped_wgrads)
             and ".experts.weight" not in p.name
         }
         if self.last and self.options.release >= (0, 14):

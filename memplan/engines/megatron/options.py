@@ -88,6 +88,10 @@ class MegatronOptions:
     moe_permute_fusion: bool = described(
         False, Flag("Tokens are permuted by Transformer Engine's kernels", word="permute-fusion")
     )
+    moe_router_padding_for_quantization: bool = described(
+        False,
+        Flag("The router sends each expert as many tokens as products in 8 bits take", word="router-padding"),
+    )
     recompute_modules: str = described(
         "core_attn",
         Names(
@@ -293,6 +297,14 @@ class MegatronOptions:
         """Megatron-Core's release as numbers, which compare as releases do."""
         major, _, minor = self.megatron_version.partition(".")
         return int(major), int(minor)
+
+    @property
+    def shares_grouped_wgrads(self) -> bool:
+        """Whether grouped products return dummy gradients too, as Transformer Engine's do since 2.10.
+
+        Source: d2945c6a57 of NVIDIA/TransformerEngine (October 2025), which 26.04 has.
+        """
+        return self.torch_release >= NGC_CONTAINERS["26.04"]
 
     @property
     def torch_release(self) -> Release:

@@ -17,7 +17,7 @@ from memplan.engines.megatron.options import (
 from memplan.engines.refusals import check_divided, check_layers, check_positions, check_sequence
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model
-from memplan.models.megatron import gpt_model
+from memplan.models.megatron import GPTModel, gpt_model, padded_rows
 from memplan.plan import Plan
 
 SUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
@@ -434,9 +434,6 @@ def _check_fp8(model: Model, plan: Plan) -> None:
         (plan.precision != "bf16-mixed", f"precision={plan.precision!r}"),
         (options.release < (0, 18), f"megatron_version={options.megatron_version!r}"),
         (plan.optimizer == "muon", "optimizer='muon'"),
-        (own.moe is not None, "experts"),
-        (own.mla is not None, "multi-latent attention"),
-        (own.mtp_num_layers > 0, "multi-token prediction"),
         (own.sees_all, f"model={model.name!r}"),
         (options.fp8_param_gather and recipe == "mxfp8", "fp8_param_gather and fp8_recipe='mxfp8'"),
         (
@@ -459,12 +456,57 @@ def _check_fp8(model: Model, plan: Plan) -> None:
                 )
     of_tokens, of_features = MULTIPLES.get(recipe, (8, 16))
     tokens = plan.micro_batch * plan.local_seq_len // (plan.tp if plan.sequence_parallel else 1)
-    widths = own.d_model, own.d_ff // plan.tp, own.n_heads * own.d_head // plan.tp
+    widths = _widths(own, plan)
     if tokens % of_tokens or any(width % of_features for width in widths):
         raise PlanRefused(
             f"fp8_recipe={recipe!r} of {tokens} tokens and {', '.join(map(str, widths))} features: they must "
             f"be multiples of {of_tokens} and of {of_features}; use such sizes, or fewer tensor ranks.",
             kind="products in 8 bits of sizes that they do not take",
+        )
+
+
+def _widths(own: GPTModel, plan: Plan) -> list[int]:
+    """The features of layers' products on one rank, but for compressed keys beside their positions."""
+    d_head = own.mla.v_head_dim if own.mla else own.d_head
+    widths = [own.d_model, own.d_ff // plan.tp, own.n_heads * d_head // plan.tp]
+    if own.mla is not None:
+        widths += [own.mla.q_lora_rank, own.mla.kv_lora_rank]
+    if own.moe is not None:
+        shared = own.moe.shared_expert_intermediate_size
+        widths += [own.moe.ffn_hidden_size // plan.etp, shared // plan.tp]
+    return [width for width in widths if width]
+
+
+def _check_fp8_experts(model: Model, plan: Plan) -> None:
+    """Raise as `TransformerConfig` does for layers with experts in 8 bits, or for what has no rule.
+
+    Source: megatron.core.transformer.transformer_config:TransformerConfig.__post_init__,
+    megatron.core.transformer.moe.experts:SequentialMLP._pad_tensor_for_quantization.
+    """
+    options, moe = megatron_options(plan), gpt_model(model).moe
+    in_fp8, pads = options.fp8_format != "none", options.moe_router_padding_for_quantization
+    if pads and not (in_fp8 and options.moe_token_dispatcher_type == "alltoall"):
+        raise PlanRefused(
+            "moe_router_padding_for_quantization is for products in 8 bits, and not supported by the "
+            "allgather dispatcher; use fp8_format='hybrid' and moe_token_dispatcher_type='alltoall'.",
+            kind="Megatron's --moe-router-padding-for-quantization",
+        )
+    again = {"moe_act", "layernorm"} & options.modules_again if plan.recompute == "selective" else ()
+    if in_fp8 and again and options.fp8_recipe == "delayed":
+        raise PlanRefused(
+            "Delayed scaling does not support moe_act and layernorm recompute for fp8; use another "
+            "fp8_recipe.",
+            kind="recomputed modules under delayed scaling",
+        )
+    if not in_fp8 or moe is None or options.moe_grouped_gemm or pads:
+        return
+    tokens = plan.micro_batch * plan.local_seq_len // (plan.tp if plan.sequence_parallel else 1)
+    copies, multiple = tokens * moe.router_topk * plan.ep * plan.etp, padded_rows(1, options.fp8_recipe)
+    if copies % (moe.num_experts * multiple):
+        raise MissingRule(
+            f"{copies} copies of tokens for {moe.num_experts} experts, one after the other, have no rule in "
+            f"8 bits unless each gets a multiple of {multiple}; use moe_grouped_gemm=True.",
+            kind="experts of few tokens in 8 bits, one after the other",
         )
 
 
@@ -573,6 +615,7 @@ REFUSALS: Final[tuple[Rule, ...]] = (
     _check_states,
     _check_muon,
     _check_fp8,
+    _check_fp8_experts,
     _check_megatron_deepspeed,
 )
 """The checks of a plan, in order."""

@@ -5,17 +5,17 @@ Read from NVIDIA/Megatron-LM at 6e091e1b68 (May 2026) and Transformer Engine 2.8
 """
 
 from memplan.models.megatron.bert import BertModel
-from memplan.models.megatron.config import Fp8, TransformerConfig
+from memplan.models.megatron.config import Fp8, TransformerConfig, padded_rows
 from memplan.models.megatron.conversion import configured, gpt_model
 from memplan.models.megatron.experts import MoE, kept_by_dispatcher
 from memplan.models.megatron.fp8 import weight_copies
 from memplan.models.megatron.latent import MLA
-from memplan.models.megatron.model import EXPERTS, IN_BF16, WORDS, GPTModel
+from memplan.models.megatron.model import IN_BF16, WITH_EXPERTS, WORDS, GPTModel
 
 __all__ = [
-    "EXPERTS",
     "IN_BF16",
     "MLA",
+    "WITH_EXPERTS",
     "WORDS",
     "BertModel",
     "Fp8",
@@ -25,5 +25,6 @@ __all__ = [
     "configured",
     "gpt_model",
     "kept_by_dispatcher",
+    "padded_rows",
     "weight_copies",
 ]

@@ -100,11 +100,15 @@ def _angles(x: Tensor, width: int) -> Saved:
 def with_norms(qkv: Qkv, config: TransformerConfig) -> Qkv:
     """Queries and keys normed head by head, each a new tensor; their input and statistics are saved.
 
-    Source: megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors (`q_layernorm`).
+    The input of a norm is contiguous: of a view it is a copy.
+
+    Source: megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors (`q_layernorm`),
+    transformer_engine.pytorch.ops.basic.rmsnorm:RMSNorm.op_forward.
     """
     q, k, v, nodes, whole, _ = qkv
     del qkv
     tape, shapes, dtype = q.tape, (q.shape, k.shape), q.dtype
+    q, k = [tape.new("contiguous", x.shape, dtype) if x.is_view else x for x in (q, k)]
     norms = [Norm(x, f"self_attention.{name}_layernorm.", config) for x, name in ((q, "q"), (k, "k"))]
     (new_q, of_q), (new_k, of_k) = (one.forward(x, "normed") for one, x in zip(norms, (q, k), strict=True))
 

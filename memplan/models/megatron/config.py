@@ -29,6 +29,18 @@ class Fp8(NamedTuple):
         return UINT8 if self.param_gather else None
 
 
+def padded_rows(n: int, recipe: str) -> int:
+    """The rows with which a product in 8 bits takes an expert's `n` rows: a multiple of 16, or of 32.
+
+    Source: megatron.core.fp8_utils:get_fp8_align_size.
+
+    >>> padded_rows(100, "tensorwise"), padded_rows(100, "mxfp8")
+    (112, 128)
+    """
+    multiple = 32 if recipe == "mxfp8" else 16
+    return -(-n // multiple) * multiple
+
+
 class TransformerConfig(NamedTuple):
     """The fields of `megatron.core.transformer.transformer_config:TransformerConfig` that layers read.
 
@@ -41,7 +53,8 @@ class TransformerConfig(NamedTuple):
     `recompute_modules` are computed again in the backward pass, and with `recomputes_mtp` the depths of
     multi-token prediction. `cross_entropy` is the fused loss ("native" or "te"; empty: none). `ep` ranks have
     different experts, each of which `etp` ranks divide (`expert_model_parallel_size`,
-    `expert_tensor_parallel_size`); `moe_use_legacy_grouped_gemm`: their products are those of grouped_gemm.
+    `expert_tensor_parallel_size`); `moe_use_legacy_grouped_gemm`: their products are those of grouped_gemm;
+    `shares_grouped_wgrads`: those of Transformer Engine return gradients that are kept for good.
     Without `async_tensor_model_parallel_allreduce` a linear's backward pass waits for the sum of its input's
     gradient, and computes its weight's after it.
     With `tp_comm_overlap` what tensor ranks send is in Userbuffers, outside PyTorch's allocator.
@@ -61,7 +74,9 @@ class TransformerConfig(NamedTuple):
     moe_token_dispatcher_type: str = "allgather"
     moe_grouped_gemm: bool = False
     moe_use_legacy_grouped_gemm: bool = False
+    shares_grouped_wgrads: bool = True
     moe_permute_fusion: bool = False
+    moe_router_padding_for_quantization: bool = False
     normalization: str = "LayerNorm"
     transformer_impl: str = "transformer_engine"
     attention_backend: str = "fused"

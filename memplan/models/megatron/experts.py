@@ -13,16 +13,11 @@ from math import prod
 from typing import NamedTuple
 
 from memplan.mesh import TIMES, with_several
-from memplan.models.megatron.config import TransformerConfig
+from memplan.models.megatron import fp8
+from memplan.models.megatron.config import TransformerConfig, padded_rows
 from memplan.models.megatron.fusions import bias_gelu, bias_swiglu
-from memplan.models.megatron.layers import (
-    column_parallel_linear,
-    concatenated,
-    gemm,
-    operands_of,
-    row_parallel_linear,
-    split,
-)
+from memplan.models.megatron.layers import concatenated, gemm, grouped_wgrads, operands_of, split
+from memplan.models.megatron.linears import column_parallel_linear, row_parallel_linear
 from memplan.record import CollectiveKind, ComputeKind
 from memplan.shapes import BOOL, FP32, INT32, INT64, Buffer, DType, Shape, buffer_of, n_elements
 from memplan.tape import Expanded, Grads, Node, Saved, Tape, Tensor
@@ -61,6 +56,8 @@ class Routed(NamedTuple):
     """Of this rank."""
     n_gathered: int
     """Of all ranks among which tokens are exchanged."""
+    n_copies: int
+    """Copies of its tokens, one for each chosen expert, and what the router pads them with."""
     n_own: int
     """Copies of tokens that go to this rank's experts."""
     n_experts: int
@@ -69,9 +66,11 @@ class Routed(NamedTuple):
     @classmethod
     def of(cls, n_tokens: int, moe: MoE, config: TransformerConfig) -> "Routed":
         """The counts of even routing."""
-        own = moe.num_experts // config.ep
-        copies = n_tokens * moe.router_topk * config.etp
-        return cls(n_tokens, n_tokens * config.ep * config.etp, copies, moe.num_experts, own)
+        own, copies = moe.num_experts // config.ep, n_tokens * moe.router_topk
+        if config.moe_router_padding_for_quantization and config.fp8:
+            copies = padded_rows(-(-copies // moe.num_experts), config.fp8.recipe) * moe.num_experts
+        gathered = n_tokens * config.ep * config.etp
+        return cls(n_tokens, gathered, copies, copies * config.etp, moe.num_experts, own)
 
     @property
     def of_experts(self) -> list[int]:
@@ -79,9 +78,16 @@ class Routed(NamedTuple):
         each, more = divmod(self.n_own, self.n_own_experts)
         return [each + (i < more) for i in range(self.n_own_experts)]
 
+    def of_experts_padded(self, config: TransformerConfig) -> list[int]:
+        """The rows that their products have: in 8 bits multiples of what those take."""
+        own = self.of_experts
+        return own if config.fp8 is None else [padded_rows(n, config.fp8.recipe) for n in own]
+
 
 def kept_by_dispatcher(moe: MoE, n_tokens: int, dtype: DType, config: TransformerConfig) -> Iterator[Buffer]:
     """What a layer's token dispatcher still refers to when a step is over.
+
+    Neglects: under full recomputation the layer's input and its gradient, which the graph of the probs holds.
 
     Source: megatron.core.transformer.moe.token_dispatcher: attributes of MoEAllGatherTokenDispatcher and
     MoEAlltoAllTokenDispatcher.
@@ -96,7 +102,7 @@ def kept_by_dispatcher(moe: MoE, n_tokens: int, dtype: DType, config: Transforme
     else:
         yield buffer_of("probs", (n.n_tokens, n.n_experts), dtype)
         yield buffer_of("routing_map", (n.n_tokens, n.n_experts), BOOL)
-        yield _row_map(n.n_tokens, n.n_experts, n.n_tokens * moe.router_topk, config)
+        yield _row_map(n.n_tokens, n.n_experts, n.n_copies, config)
 
 
 def _row_map(n_tokens: int, n_experts: int, n_copies: int, config: TransformerConfig) -> Buffer:
@@ -140,8 +146,8 @@ def by_all_gather(
     rows, own_probs = permuted_own(tokens, probs, n, config)
     late = scales_outputs(config)
     y = experts(rows, None if late else own_probs, moe, n, config, swiglu=swiglu)
-    del rows
     y = unpermuted(times_probs(y, own_probs) if late else y, n.n_gathered, config)
+    del rows
     return summed_over(y, wide, expert_ranks(config)) if n.n_gathered > n.n_tokens else y
 
 
@@ -153,7 +159,7 @@ def by_all_to_all(
     Source: megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.
     """
     wide, over_etp, own = probs.dtype, {"etp": config.etp}, None
-    copies, scales = permuted(tokens, probs, moe, n, config)
+    copies, scales = permuted(tokens, probs, n, config)
     del probs
     received = all_to_all(copies, config)
     if not scales_outputs(config):
@@ -165,11 +171,11 @@ def by_all_to_all(
     if n.n_own_experts > 1:
         rows, own = sorted_chunks(rows), own and sorted_chunks(own)
     y = experts(rows, own, moe, n, config, swiglu=swiglu)
-    del rows
     if n.n_own_experts > 1:
         y = sorted_chunks(y)
     if config.etp > 1:
         y = summed_over(y, wide, over_etp)
+    del rows  # `routed_experts_compute` is over
     y = all_to_all(y, config)
     return unpermuted(times_probs(y, scales) if scales_outputs(config) else y, n.n_tokens, config)
 
@@ -306,25 +312,22 @@ def permuted_own(
         return rows, tape.new("local_probs", (n.n_own,), dtype, node)
 
 
-def permuted(
-    tokens: Tensor, probs: Tensor, moe: MoE, n: Routed, config: TransformerConfig
-) -> tuple[Tensor, Tensor]:
+def permuted(tokens: Tensor, probs: Tensor, n: Routed, config: TransformerConfig) -> tuple[Tensor, Tensor]:
     """This rank's tokens, copied for each chosen expert, and their probs.
 
     Source: megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.dispatch_preprocess.
     """
     tape, shape, dtype = tokens.tape, probs.shape, probs.dtype
-    n_copies = n.n_tokens * moe.router_topk
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         return (grad.tape.new("grad of probs", shape, dtype),)
 
-    rows = permuted_rows(tokens, n_copies, n.n_experts, config)
+    rows = permuted_rows(tokens, n.n_copies, n.n_experts, config)
     indices: Saved = ()
     if not config.moe_permute_fusion:
         indices = (tape.new("sorted routing map", (n.n_experts * n.n_tokens,), INT64),)
     node = tape.node((probs.node,), indices, backward)
-    return rows, tape.new("permuted probs", (n_copies,), dtype, node)
+    return rows, tape.new("permuted probs", (n.n_copies,), dtype, node)
 
 
 def permuted_rows(tokens: Tensor, n_rows: int, n_experts: int, config: TransformerConfig) -> Tensor:
@@ -441,8 +444,13 @@ def experts(
     width, hidden = moe.ffn_hidden_size // config.etp, x.shape[-1]
     n_out = 2 * width if swiglu else width
     if config.moe_grouped_gemm or probs is None:  # sequential ones always have probs
-        y = grouped_linear(x, "mlp.experts.linear_fc1", n_out, n, alone)
-        return grouped_output(y, probs, hidden, n, alone, swiglu=swiglu)
+        n_rows = n.of_experts_padded(config)
+        pads = sum(n_rows) > n.n_own
+        if pads and probs is not None:
+            x, probs = with_padding(x, sum(n_rows)), with_padding(probs, sum(n_rows))
+        y = grouped_linear(x, "mlp.experts.linear_fc1", n_out, n_rows, alone)
+        y = grouped_output(y, probs, hidden, n_rows, alone, swiglu=swiglu)
+        return with_padding(y, n.n_own) if pads else y
 
     def expert(i: int, rows: Tensor, own: Tensor) -> Tensor:
         name = f"mlp.experts.local_experts.{i}.linear_fc"
@@ -458,7 +466,7 @@ def experts(
 
 
 def grouped_output(
-    x: Tensor, probs: Tensor | None, n_out: int, n: Routed, config: TransformerConfig, *, swiglu: bool
+    x: Tensor, probs: Tensor | None, n_out: int, n_rows: list[int], config: TransformerConfig, *, swiglu: bool
 ) -> Tensor:
     """The experts' second product, of activations times each row's prob; it saves the scaled activations.
 
@@ -466,11 +474,24 @@ def grouped_output(
     """
     name, legacy = "mlp.experts.linear_fc2", config.moe_use_legacy_grouped_gemm
     if "moe_act" not in config.recompute_modules:
-        return grouped_linear(activated(x, probs, swiglu=swiglu, compiled=legacy), name, n_out, n, config)
+        return grouped_linear(
+            activated(x, probs, swiglu=swiglu, compiled=legacy), name, n_out, n_rows, config
+        )
     (h,), region = x.tape.computed_again(lambda x: (activated(x, probs, swiglu=swiglu, compiled=legacy),), x)
-    y = grouped_linear(h, name, n_out, n, config)
+    y = grouped_linear(h, name, n_out, n_rows, config, save_original_input=True)
     x.tape.discard((h,), region, y)
     return y
+
+
+def with_padding(x: Tensor, n_rows: int) -> Tensor:
+    """The rows of each expert in as many as products in 8 bits take, or without them: `n_rows` in all.
+
+    Source: transformer_engine.pytorch.module.fp8_padding:Fp8Padding,
+    transformer_engine.pytorch.module.fp8_unpadding:Fp8Unpadding.
+    """
+    shape, dtype = x.shape, x.dtype
+    node = x.tape.node((x.node,), (), lambda grad, saved: (grad.tape.new("grad of rows", shape, dtype),))
+    return x.tape.new("padded rows", (n_rows, *shape[1:]), dtype, node)
 
 
 def activated(x: Tensor, probs: Tensor | None, *, swiglu: bool, compiled: bool = False) -> Tensor:
@@ -508,25 +529,32 @@ def times_probs(x: Tensor, probs: Tensor) -> Tensor:
     return tape.new("rows times probs", (n, width), wide, node)
 
 
-def grouped_linear(x: Tensor, name: str, n_out: int, n: Routed, config: TransformerConfig) -> Tensor:
-    """The products of each expert's rows and weight; saves x.
+def grouped_linear(
+    x: Tensor, name: str, n_out: int, n_rows: list[int], config: TransformerConfig, *,
+    save_original_input: bool = False,
+) -> Tensor:  # fmt: skip
+    """The products of each expert's rows and weight; saves x, in 8 bits if not `save_original_input`.
 
-    Backward returns a gradient of each weight, empty if the product has added it to main_grad. GroupedMLP has
-    one weight for all experts.
+    Backward returns a gradient of each weight, though the product may have added it to main_grad. GroupedMLP
+    has one weight for all experts.
 
     Source: transformer_engine.pytorch.module.grouped_linear:_GroupedLinear,
     megatron.core.transformer.moe.experts:GroupedMLP (of release 0.15), grouped_gemm.ops:GroupedGemm.
     """
+    if config.fp8 is not None:
+        return fp8.grouped_linear(
+            x, name, n_out, n_rows, config, config.fp8, save_original_input=save_original_input
+        )
     tape, shape, dtype = x.tape, x.shape, x.dtype
-    of_weight, names = (n_out, shape[-1]), [f"{name}.weight{i}" for i in range(n.n_own_experts)]
+    of_weight, names = (n_out, shape[-1]), [f"{name}.weight{i}" for i in range(len(n_rows))]
     if config.moe_use_legacy_grouped_gemm:
-        of_weight, names = (n.n_own_experts * n_out, shape[-1]), [name.replace("linear_fc", "weight")]
+        of_weight, names = (len(n_rows) * n_out, shape[-1]), [name.replace("linear_fc", "weight")]
     weights = [tape.parameter(one, of_weight) for one in names]
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         tape = grad.tape
         grad_x = tape.new("dgrad", shape, dtype)
-        return grad_x, *[tape.new("wgrad", of_weight, dtype) for _ in weights]
+        return grad_x, *grouped_wgrads(tape, of_weight, len(weights), dtype, config)
 
     y = gemm(tape, name, (shape[0], n_out), shape[-1], dtype)
     y.node = tape.node((x.node, *[tape.weight(one).node for one in weights]), (x,), backward)
@@ -535,11 +563,12 @@ def grouped_linear(x: Tensor, name: str, n_out: int, n: Routed, config: Transfor
 
 
 def shared_experts(h: Tensor, width: int, config: TransformerConfig, *, swiglu: bool) -> Tensor:
-    """An MLP that all tokens go through.
+    """An MLP that all tokens go through; the router saves its input anyway.
 
-    Source: megatron.core.transformer.moe.shared_experts:SharedExpertMLP.forward.
+    Source: megatron.core.transformer.moe.shared_experts:SharedExpertMLP.__init__ and forward.
     """
-    name = "mlp.shared_experts.linear_fc"
-    y = column_parallel_linear(h, f"{name}1", 2 * width if swiglu else width, config)
+    name, again = "mlp.shared_experts.linear_fc", "shared_experts" in config.recompute_modules
+    n_out = 2 * width if swiglu else width
+    y = column_parallel_linear(h, f"{name}1", n_out, config, save_original_input=not again)
     y = (bias_swiglu if swiglu else bias_gelu)(y, None)
     return row_parallel_linear(y, f"{name}2", h.shape[-1], config)

@@ -4,7 +4,7 @@ A product of two operands reads both by rows, so a tensor that is read by column
 copy (`columns`); on Blackwell, products of tensors with one scale read one copy either way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from memplan.models.megatron.config import Fp8, TransformerConfig
@@ -13,6 +13,7 @@ from memplan.models.megatron.layers import (
     forward_gemm,
     gemm,
     gradient_gemms,
+    grouped_wgrads,
     operands_of,
     row_output,
     sent,
@@ -29,6 +30,15 @@ BLOCK: Final = 128
 
 MX_BLOCK: Final = 32
 """The elements of a block of MXFP8, each with a scale of 8 bits."""
+
+BULK_ALIGNMENT: Final = 256
+"""The bytes to which data are aligned in a buffer of several quantized tensors, which begins aligned too."""
+
+SCALES_ALIGNMENT: Final = 16
+"""The same of their scales, which come after all data.
+
+Source: transformer_engine/pytorch/csrc/extensions/allocate.cpp (`bulk_allocate`).
+"""
 
 Part = tuple[str, Shape, DType]
 """A tensor of a quantized one: its name, shape and type."""
@@ -150,6 +160,73 @@ def reduced_amax(tape: Tape, config: TransformerConfig, fp8: Fp8) -> None:
         sent(tape, "all_reduce", "amax", (1,), FP32)
 
 
+def split_quantized(
+    tape: Tape, name: str, shapes: list[Shape], fp8: Fp8, *, columns: bool = True, rows: bool = True
+) -> Quantized:
+    """A tensor's parts of these shapes in 8 bits; under scales of blocks they share a buffer each way.
+
+    Source: transformer_engine/pytorch/csrc/extensions/cast.cpp (`split_quantize`,
+    `bulk_allocate_fp8_blockwise_tensors`, `bulk_allocate_mxfp8_tensors`).
+    """
+    if fp8.is_per_tensor:
+        parts = [quantized(tape, name, shape, fp8, columns=columns) for shape in shapes]
+        return Quantized(*[sum([part[i] for part in parts], ()) for i in range(2)])
+    n_bytes = sum([n_elements(shape) for shape in shapes]) * BF16.itemsize
+    before = tape.moved_bytes, tape.n_kernels
+
+    def together(of: Callable[[Shape, Fp8], list[Part]], what: str) -> Saved:
+        size = 0
+        for alignment, i in ((BULK_ALIGNMENT, 0), (SCALES_ALIGNMENT, 1)):
+            for shape in shapes:
+                _, own, dtype = of(shape, fp8)[i]
+                size = _padded(size, alignment) + n_elements(own) * dtype.itemsize
+        return (tape.new(f"{name} {what}", (size + BULK_ALIGNMENT,), UINT8),)
+
+    of_rows = together(rows_of, "in fp8") if rows else ()
+    of_columns = together(columns_of, "in fp8, transposed") if columns else ()
+    written = sum([one.n_bytes for one in (*of_rows, *of_columns)])
+    tape.moved_bytes, tape.n_kernels = before[0] + written + n_bytes, before[1] + 1
+    return Quantized(of_rows, of_columns)
+
+
+def grouped_linear(
+    x: Tensor, name: str, n_out: int, n_rows: list[int], config: TransformerConfig, fp8: Fp8, *,
+    save_original_input: bool,
+) -> Tensor:  # fmt: skip
+    """The products in 8 bits of each expert's `n_rows` and its weight.
+
+    It saves x by columns, or x itself, as `row_linear` does.
+
+    Source: transformer_engine.pytorch.module.grouped_linear:_GroupedLinear.
+    """
+    tape, (rows, n_in), dtype = x.tape, x.shape, x.dtype
+    saves_x = save_original_input and fp8.recipe != "delayed"
+    weights = [
+        tape.parameter(f"{name}.weight{i}", (n_out, n_in), dtype=fp8.weight_dtype) for i in range(len(n_rows))
+    ]
+
+    def parts(width: int) -> list[Shape]:
+        return [(n, width) for n in n_rows]
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape = grad.tape
+        dy = split_quantized(tape, "output gradient", parts(n_out), fp8)
+        with tape.by_products():
+            grad_x = tape.new("dgrad", (rows, n_in), dtype)
+        again = split_quantized(tape, "input", parts(n_in), fp8, rows=False) if saves_x else None
+        of_weights = grouped_wgrads(tape, (n_out, n_in), len(weights), dtype, config)
+        del dy, again
+        return grad_x, *of_weights
+
+    of_x = split_quantized(tape, "input", parts(n_in), fp8, columns=not saves_x)
+    with tape.by_products():
+        y = gemm(tape, name, (rows, n_out), n_in, dtype, ComputeKind.SCALED_MM)
+    saved = (x,) if saves_x else of_x.columns
+    y.node = tape.node((x.node, *[tape.weight(one).node for one in weights]), saved, backward)
+    y.node.computes(ComputeKind.SCALED_MM, operands_of(y.shape, n_in), 0, 1)
+    return y
+
+
 def _drop(*tensors: Tensor) -> None:
     """Free tensors that their node still refers to (`clear_tensor_data`)."""
     for one in tensors:
@@ -171,27 +248,12 @@ def norm_column_linear(
     out = (*whole[:-1], n_out)
     own = [tape.parameter(f"{name}.weight", (n_out, n_in), dtype=fp8.weight_dtype)]
     own += [tape.parameter(f"{name}.bias", (n_out,))] if bias else []
-    by_rows = gathers and fp8.is_per_tensor
+    by_rows = saves_rows(config, fp8)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
-        tape, ln_out, total = grad.tape, saved[1:3], None
+        tape, ln_out = grad.tape, saved[1:3]
         of_bias = [tape.new("bgrad", (n_out,), dtype)] if bias else []
-        dy = quantized(tape, "output gradient", out, fp8)
-        of_input, of_own = gradient_gemms(tape, out, n_in, dtype, ComputeKind.SCALED_MM)
-        with tape.workspace() as until:
-            if gathers:
-                total = gathered(
-                    tape, "normed input", whole, fp8, config,
-                    rows=by_rows, columns=not by_rows, until=until, beside=of_input,
-                )  # fmt: skip
-            with tape.by_products():
-                gemm_out = Tensor(tape, whole, dtype, is_view=True)
-                if not config.tp_comm_overlap:
-                    gemm_out = tape.new("dgrad", whole, dtype)
-                dgrad = tape.new("scattered dgrad", shape, dtype) if gathers else gemm_out
-            sum_input_gradient(tape, whole, dtype, config, of_own)
-        if total is not None:
-            total = transposed(tape, total, "normed input", whole, fp8)
+        dy, total, gemm_out, dgrad = column_gradients(tape, "normed input", shape, n_out, config, fp8)
         of_weight = wgrads(tape, (n_out, n_in), dtype, bias=False, config=config)
         _drop(*ln_out)
         del total
@@ -216,6 +278,81 @@ def norm_column_linear(
         (x.node, *weights), (x, *(ln_out.rows if by_rows else ln_out.columns), *statistics), backward
     )
     y.node.computes(ComputeKind.SCALED_MM, operands_of(out, n_in), 0, 1 + len(of.parameters))
+    return y
+
+
+def column_gradients(
+    tape: Tape, what: str, shape: Shape, n_out: int, config: TransformerConfig, fp8: Fp8, *,
+    again: bool = False,
+) -> tuple[Quantized, list[Quantized], Tensor, Tensor]:  # fmt: skip
+    """What the gradients of a product by columns are computed from, and its input's gradient.
+
+    The operands are the output's gradient, and the input of this shape where it is quantized `again` or
+    gathered. The input's gradient comes as the product makes it, and as this rank's part of the sum.
+    """
+    dtype, n_in, gathers = tape.context.weight_dtype, shape[-1], config.sequence_parallel
+    whole, by_rows = whole_sequence(shape, config), saves_rows(config, fp8)
+    out = (*whole[:-1], n_out)
+    dy = quantized(tape, "output gradient", out, fp8)
+    of_input, of_own = gradient_gemms(tape, out, n_in, dtype, ComputeKind.SCALED_MM)
+    operands = [quantized(tape, what, shape, fp8, rows=False, columns=not by_rows)] if again else []
+    with tape.workspace() as until:
+        if gathers:
+            total = gathered(
+                tape, what, whole, fp8, config,
+                rows=by_rows, columns=not by_rows, until=until, beside=of_input,
+            )  # fmt: skip
+        with tape.by_products():
+            gemm_out = Tensor(tape, whole, dtype, is_view=True)
+            if not config.tp_comm_overlap:
+                gemm_out = tape.new("dgrad", whole, dtype)
+            dgrad = tape.new("scattered dgrad", shape, dtype) if gathers else gemm_out
+        sum_input_gradient(tape, whole, dtype, config, of_own)
+    if gathers:
+        operands.append(transposed(tape, total, what, whole, fp8))
+    return dy, operands, gemm_out, dgrad
+
+
+def saves_rows(config: TransformerConfig, fp8: Fp8) -> bool:
+    """Whether a product by columns saves its input by rows: gathers of columns would need several scales.
+
+    Source: transformer_engine.pytorch.quantized_tensor:Quantizer.supports_only_rowwise_all_gather.
+    """
+    return config.sequence_parallel and fp8.is_per_tensor
+
+
+def column_linear(
+    x: Tensor, name: str, n_out: int, config: TransformerConfig, fp8: Fp8, *, save_original_input: bool
+) -> Tensor:
+    """A product in 8 bits whose weight is divided by columns, without a bias.
+
+    It saves x by columns, or by rows if it is gathered again, or x itself, as `row_linear` does.
+
+    Source: transformer_engine.pytorch.module.linear:_Linear.
+    """
+    tape, shape, dtype, n_in = x.tape, x.shape, x.dtype, x.shape[-1]
+    gathers, by_rows = config.sequence_parallel, saves_rows(config, fp8)
+    saves_x = save_original_input and fp8.recipe != "delayed"
+    weight = tape.parameter(f"{name}.weight", (n_out, n_in), dtype=fp8.weight_dtype)
+    whole = whole_sequence(shape, config)
+    out = (*whole[:-1], n_out)
+
+    def backward(grad: Tensor, saved: Saved) -> Grads:
+        tape = grad.tape
+        made = column_gradients(tape, "input", shape, n_out, config, fp8, again=saves_x)
+        of_weight = wgrads(tape, (n_out, n_in), dtype, bias=False, config=config)
+        return made[-1], *of_weight
+
+    of_x = quantized(tape, "input", shape, fp8, columns=not (saves_x or by_rows))
+    reduced_amax(tape, config, fp8)
+    beside = forward_gemm(tape, out, n_in, dtype, config, ComputeKind.SCALED_MM)
+    total = gathered(tape, "input", whole, fp8, config, beside=beside) if gathers else None
+    with tape.by_products():
+        y = gemm(tape, name, out, n_in, dtype, ComputeKind.SCALED_MM)
+    del total
+    saved = (x,) if saves_x else of_x.rows if by_rows else of_x.columns
+    y.node = tape.node((x.node, tape.weight(weight).node), saved, backward)
+    y.node.computes(ComputeKind.SCALED_MM, operands_of(out, n_in), 0, 1)
     return y
 
 

@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 
 from memplan.models.megatron.attention import Qkv, with_angles
 from memplan.models.megatron.config import TransformerConfig
-from memplan.models.megatron.layers import sent, split, te_column_linear, te_norm_column_linear
+from memplan.models.megatron.layers import sent, split
+from memplan.models.megatron.linears import column_parallel_linear, norm_column_linear
 from memplan.shapes import FP32, Buffer, DType, buffer_of
 from memplan.tape import Expanded, Grads, Saved, Tensor
 
@@ -71,11 +72,17 @@ def compressed(h: Tensor, mla: MLA, config: TransformerConfig) -> Compressed:
 
     The keys' features for positions are gathered along the sequence.
 
-    Source: megatron.core.transformer.multi_latent_attention:MLASelfAttention._qkv_down_projection.
+    Source: megatron.core.transformer.multi_latent_attention:MLASelfAttention._qkv_down_projection,
+    MLASelfAttention.set_for_recompute_input_layernorm.
     """
     alone, pos = config._replace(tp=1, sequence_parallel=False), mla.qk_pos_emb_head_dim
-    q = te_column_linear(h, f"{NAME}q_down_proj", mla.q_lora_rank, alone) if mla.q_lora_rank else h
-    combined = te_column_linear(h, f"{NAME}kv_down_proj", mla.kv_lora_rank + pos, alone)
+
+    def down(name: str, width: int) -> Tensor:
+        again = "layernorm" in config.recompute_modules
+        return column_parallel_linear(h, f"{NAME}{name}", width, alone, save_original_input=again)
+
+    q = down("q_down_proj", mla.q_lora_rank) if mla.q_lora_rank else h
+    combined = down("kv_down_proj", mla.kv_lora_rank + pos)
     kv, k_pos = split(combined, [(*h.shape[:-1], n) for n in (mla.kv_lora_rank, pos)])
     return Compressed(q, kv, gathered_along_sequence(k_pos, config))
 
@@ -115,13 +122,13 @@ def up_projected(
 
     def up(x: Tensor, name: str, width: int) -> Tensor:
         if norms:
-            return te_norm_column_linear(x, f"{NAME}{name}", n_heads * width, config, bias=False)
-        return te_column_linear(x, f"{NAME}{name}", n_heads * width, config)
+            return norm_column_linear(x, "", f"{NAME}{name}", n_heads * width, config, bias=False)
+        return column_parallel_linear(x, f"{NAME}{name}", n_heads * width, config)
 
     if mla.q_lora_rank:
         q = up(q, "q_up_proj", mla.width)
     else:
-        q = te_column_linear(q, f"{NAME}q_proj", n_heads * mla.width, config)
+        q = column_parallel_linear(q, f"{NAME}q_proj", n_heads * mla.width, config)
     batch, seq, _ = q.shape
     heads = batch, seq, n_heads
     if not fused:

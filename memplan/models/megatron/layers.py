@@ -250,6 +250,18 @@ def wgrads(
     return [*grads, tape.new("bgrad", shape[:1], dtype)] if bias else grads
 
 
+def grouped_wgrads(
+    tape: Tape, shape: Shape, n: int, dtype: DType, config: TransformerConfig
+) -> list[Tensor | None]:
+    """The gradients of `n` experts' weights; None if they are dummies that are kept for good.
+
+    Source: transformer_engine.pytorch.module.base:get_dummy_wgrad.
+    """
+    if config.gradient_accumulation_fusion and config.shares_grouped_wgrads:
+        return [None] * n
+    return [tape.new("wgrad", shape, dtype) for _ in range(n)]
+
+
 def te_row_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -> Tensor:
     """A product whose weight is divided by rows, and the sum over tensor ranks; the caller adds the bias.
 
@@ -375,20 +387,6 @@ def row_linear(x: Tensor, weight: Parameter, name: str, config: TransformerConfi
     y.node = tape.node((x.node, tape.weight(weight).node), (x,), backward)
     y.node.computes(ComputeKind.MM, operands_of(whole, n_in), 0, 1)
     return y
-
-
-def column_parallel_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -> Tensor:
-    """The product by columns of the layers' implementation, without a bias."""
-    if config.transformer_impl == "transformer_engine":
-        return te_column_linear(x, name, n_out, config)
-    return column_linear(x, x.tape.parameter(f"{name}.weight", (n_out, x.shape[-1])), name, config)
-
-
-def row_parallel_linear(x: Tensor, name: str, n_out: int, config: TransformerConfig) -> Tensor:
-    """The product by rows of the layers' implementation; the caller adds the bias."""
-    if config.transformer_impl == "transformer_engine":
-        return te_row_linear(x, name, n_out, config)
-    return row_linear(x, x.tape.parameter(f"{name}.weight", (n_out, x.shape[-1])), name, config)
 
 
 def vocab_parallel_embedding(tokens: Tensor, table: Parameter, config: TransformerConfig) -> Tensor:

@@ -9,7 +9,6 @@ from memplan.models.base import BLOCKS, Decoder, Layers
 from memplan.models.megatron import attention as core
 from memplan.models.megatron.config import TransformerConfig
 from memplan.models.megatron.experts import MoE, moe_layer
-from memplan.models.megatron.fp8 import norm_column_linear, row_linear
 from memplan.models.megatron.fusions import (
     bias_dropout_add,
     bias_gelu,
@@ -35,15 +34,13 @@ from memplan.models.megatron.layers import (
     concatenated,
     gathered_features,
     norm,
-    row_parallel_linear,
     scatter_to_sequence_parallel_region,
     split,
-    te_column_linear,
-    te_norm_column_linear,
     transposed,
     vocab_parallel_embedding,
     with_embeddings,
 )
+from memplan.models.megatron.linears import column_parallel_linear, norm_column_linear, row_parallel_linear
 from memplan.models.megatron.ring import ring_attention
 from memplan.shapes import FP32, INT64, Buffer, DType, Parameter, buffer_of
 from memplan.tape import Region, Saved, Tensor
@@ -54,8 +51,11 @@ WORDS: Final = "embedding.word_embeddings.weight"
 EXPERTS: Final = "layers with experts"
 """The kind of layers that have a mixture of experts; the others are `BLOCKS`."""
 
-IN_BF16: Final = "layers in bfloat16"
-"""The kind of layers without experts whose products are not in 8 bits while those of others are."""
+IN_BF16: Final = {"layers in bfloat16": BLOCKS, "layers with experts in bfloat16": EXPERTS}
+"""The kinds of layers whose products are not in 8 bits while those of others are, and the others'."""
+
+WITH_EXPERTS: Final = frozenset([EXPERTS, "layers with experts in bfloat16"])
+"""The kinds of layers with experts."""
 
 LOSSES: Final = {
     "": vocab_parallel_cross_entropy,
@@ -117,9 +117,21 @@ class GPTModel(Decoder):
     def layers_in(self, blocks: range) -> tuple[Layers, ...]:
         every = [0 if self.moe is None else 1] * self.n_layers
         has_experts = self.moe.layer_freq or every if self.moe else every
-        in_bf16 = {0, self.n_layers - 1} if self.config.first_last_layers_bf16 else set()
-        kinds = [EXPERTS if has_experts[i] else IN_BF16 if i in in_bf16 else BLOCKS for i in blocks]
+        ends = {0, self.n_layers - 1} if self.config.first_last_layers_bf16 else set()
+        in_bf16 = {kind: own for own, kind in IN_BF16.items()}
+        usual = [(i, EXPERTS if has_experts[i] else BLOCKS) for i in blocks]
+        kinds = [in_bf16[kind] if i in ends else kind for i, kind in usual]
         return tuple([Layers(kind, len(list(same))) for kind, same in groupby(kinds)])
+
+    @property
+    def predicted_kind(self) -> str:
+        """The kind of the layers of multi-token prediction: the last layer's, in 8 bits if others are.
+
+        Source: megatron.core.transformer.multi_token_prediction,
+        MultiTokenPredictionLayer._proj_and_transformer_layer.
+        """
+        kind = self.layers[-1].kind
+        return IN_BF16.get(kind, kind)
 
     @property
     def n_experts(self) -> int:
@@ -196,40 +208,21 @@ class GPTModel(Decoder):
         return x
 
     def block(self, x: Tensor, kind: str) -> Tensor:
-        if kind == IN_BF16:
-            return replace(self, config=self.config._replace(fp8=None)).block(x, BLOCKS)
-        with_te = self.config.transformer_impl == "transformer_engine"
-        x = self._attention(x, with_te=with_te)
+        if kind in IN_BF16:
+            return replace(self, config=self.config._replace(fp8=None)).block(x, IN_BF16[kind])
+        x = self._attention(x)
         if kind == EXPERTS and self.moe is not None:
             return self._experts(x, self.moe)
-        return self._mlp(x, with_te=with_te)
+        return self._mlp(x)
 
-    def _column(
-        self, x: Tensor, norm_name: str, name: str, n_out: int, *, bias: bool, with_te: bool
-    ) -> Tensor:
-        """The norm and the product by columns after it."""
-        if self.config.fp8 is not None:
-            return norm_column_linear(x, name, n_out, self.config, self.config.fp8, bias=bias)
-        if with_te:
-            return te_norm_column_linear(x, name, n_out, self.config, bias=bias)
-        h = norm(x, norm_name, self.config)
-        weight = x.tape.parameter(f"{name}.weight", (n_out, x.shape[-1]))
-        of_bias = x.tape.parameter(f"{name}.bias", (n_out,)) if bias else None
-        return column_linear(h, weight, name, self.config, bias=of_bias)
-
-    def _row(self, x: Tensor, name: str) -> tuple[Tensor, Parameter | None]:
-        """The attention's product by rows, and its bias, which the caller adds."""
-        y = self._row_linear(x, name, save_original_input=True)
-        return y, x.tape.parameter(f"{name}.bias", (self.d_model,)) if self.add_bias_linear else None
-
-    def _row_linear(self, x: Tensor, name: str, *, save_original_input: bool = False) -> Tensor:
-        """The product by rows; in 8 bits it saves x itself where attention saves it anyway.
+    def _row(self, x: Tensor) -> tuple[Tensor, Parameter | None]:
+        """The attention's product by rows, and its bias, which the caller adds.
 
         Source: megatron.core.transformer.attention:Attention.__init__ (`set_save_original_input`).
         """
-        if (fp8 := self.config.fp8) is None:
-            return row_parallel_linear(x, name, self.d_model, self.config)
-        return row_linear(x, name, self.d_model, self.config, fp8, save_original_input=save_original_input)
+        name = "self_attention.linear_proj"
+        y = row_parallel_linear(x, name, self.d_model, self.config, save_original_input=True)
+        return y, x.tape.parameter(f"{name}.bias", (self.d_model,)) if self.add_bias_linear else None
 
     def _latent_attention(self, x: Tensor, mla: MLA) -> Tensor:
         n_heads, config, tape = self.heads.n, self.config, x.tape
@@ -247,7 +240,7 @@ class GPTModel(Decoder):
         else:
             made = up(q)
             y = self._core_attention(latent_qkv(made), self.heads)
-        y, of_bias = self._row(y, "self_attention.linear_proj")
+        y, of_bias = self._row(y)
         del made
         discard(h, normed, y)
         return bias_dropout_add(y, of_bias, x, self.dropout)
@@ -259,13 +252,13 @@ class GPTModel(Decoder):
         (h,), region = x.tape.computed_again(lambda y: (norm(y, name, self.config),), x)
         return h, region
 
-    def _attention(self, x: Tensor, *, with_te: bool) -> Tensor:
+    def _attention(self, x: Tensor) -> Tensor:
         if self.mla is not None:
             return self._latent_attention(x, self.mla)
         heads, name = self.heads, "self_attention.linear_qkv"
         width = (heads.n + 2 * heads.groups) * heads.width
         bias = self.add_bias_linear or self.add_qkv_bias
-        mixed = self._column(x, "input_layernorm", name, width, bias=bias, with_te=with_te)
+        mixed = norm_column_linear(x, "input_layernorm", name, width, self.config, bias=bias)
         qkv = core.split_qkv(mixed, heads)
         del mixed
         if self.qk_layernorm:
@@ -273,7 +266,8 @@ class GPTModel(Decoder):
         if self.position_embedding_type == "rope":
             qkv = core.with_positions(qkv, self.rotary_width, fused=self.rope_fusion)
         y = self._core_attention(qkv, heads)
-        y, of_bias = self._row(y, "self_attention.linear_proj")
+        y, of_bias = self._row(y)
+        del qkv  # `Attention.forward` is over
         return bias_dropout_add(y, of_bias, x, self.dropout)
 
     def _core_attention(self, qkv: core.Qkv, heads: core.Heads) -> Tensor:
@@ -291,16 +285,16 @@ class GPTModel(Decoder):
             return core.flash_attention(qkv, deterministic=config.deterministic_mode)
         return core.unfused_attention(qkv, heads, self.attention_dropout, config)
 
-    def _mlp(self, x: Tensor, *, with_te: bool) -> Tensor:
+    def _mlp(self, x: Tensor) -> Tensor:
         tp, tape, name = self.config.tp, x.tape, "mlp.linear_fc1"
         n_out = self.d_ff // tp * (2 if self.swiglu else 1)
         bias = tape.parameter("mlp.linear_fc2.bias", (self.d_model,)) if self.add_bias_linear else None
 
         def mlp(x: Tensor) -> Tensor:
-            h = self._column(x, "pre_mlp_layernorm", name, n_out, bias=False, with_te=with_te)
+            h = norm_column_linear(x, "pre_mlp_layernorm", name, n_out, self.config, bias=False)
             of_fc1 = tape.parameter(f"{name}.bias", (n_out,)) if self.add_bias_linear else None
             h = (bias_swiglu if self.swiglu else bias_gelu)(h, of_fc1)
-            return self._row_linear(h, "mlp.linear_fc2")
+            return row_parallel_linear(h, "mlp.linear_fc2", self.d_model, self.config)
 
         y = tape.recomputed(mlp, x) if "mlp" in self.config.recompute_modules else mlp(x)
         return bias_dropout_add(y, bias, x, self.dropout)
@@ -375,10 +369,10 @@ class GPTModel(Decoder):
         del embedded, x
         h = concatenated(both, (*both[0].shape[:-1], 2 * width), "embeddings and hidden states")
         both.clear()
-        h = te_column_linear(h, "eh_proj", width // config.tp, config)
+        h = column_parallel_linear(h, "eh_proj", width // config.tp, config)
         h = gathered_features(h, config)
         with h.tape.named("mtp_model_layer"):
-            h = self.block(h, self.layers[-1].kind)
+            h = self.block(h, self.predicted_kind)
         return norm(h, "final_layernorm", config)
 
     def _losses(self, logits: Tensor) -> Tensor:
