@@ -11,7 +11,8 @@ from memplan.estimate import Estimate
 from memplan.hardware import Cluster, cluster, gpus_per_node
 from memplan.models import Model, implemented, preset, preset_named, preset_names
 from memplan.models.families import implementations_of
-from memplan.models.traced import MIXTURE, is_of_torchtitan
+from memplan.models.recording import MIXTURE
+from memplan.models.traced import is_of_torchtitan
 from memplan.plan import Plan
 from memplan.text_tables import WIDTH
 

@@ -47,7 +47,8 @@ from memplan.plan import (
 )
 from memplan.precisions import PRECISIONS
 from memplan.record import Stretch
-from memplan.replay import AllocatorProgram, Memory, Replayed, replayed
+from memplan.replay.peaks import replayed
+from memplan.replay.program import AllocatorProgram, Memory, Replayed
 from memplan.shapes import Kind
 from memplan.tape import Backend
 from memplan.text_tables import html_text

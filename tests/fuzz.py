@@ -42,7 +42,7 @@ from memplan.engines.options import USUAL_ENGINE, plan_fields
 from memplan.errors import MemplanError
 from memplan.memory import n_bytes_of
 from memplan.models import model_from_config
-from memplan.models.traced import model_from_trace
+from memplan.models.trace_from_json import model_from_trace
 from memplan.plan import Plan
 from memplan.shapes import KINDS
 from validate import report

@@ -15,7 +15,8 @@ from memplan.files import toml_table
 from memplan.hardware import VERDICTS
 from memplan.hardware.overheads import OVERHEADS
 from memplan.record import Alloc, Free, Stretch, allocs, chain, events, passed, repeated, unrolled
-from memplan.replay import AllocatorProgram, replayed
+from memplan.replay.peaks import replayed
+from memplan.replay.program import AllocatorProgram
 from memplan.schedules import SCHEDULES
 from memplan.shapes import FP32, Buffer
 from memplan.tables import estimate_text
@@ -354,7 +355,7 @@ def test_receive_buffers_that_are_counted_are_as_if_each_was_taken(plan, m, monk
     counted = [replayed(program) for program in programs]
     monkeypatch.setattr("memplan.allocator.MOST_MARKS", 0)
     monkeypatch.setattr(
-        "memplan.replay._Replay._may_recur", lambda _, loop: loop.repeats > 2 and not loop.net_bytes
+        "memplan.replay.steps._Replay._may_recur", lambda _, loop: loop.repeats > 2 and not loop.net_bytes
     )
     assert [replayed(program) for program in programs] == counted
 
@@ -429,7 +430,7 @@ def test_peaks_that_grow_equally_by_chance_are_not_extrapolated(monkeypatch):
     )  # fmt: skip
     program = e.stages[1].program()
     found = replayed(program)
-    monkeypatch.setattr("memplan.replay.FEW", 100)
+    monkeypatch.setattr("memplan.replay.peaks.FEW", 100)
     assert found.after_step == replayed(program).after_step
 
 
@@ -461,7 +462,7 @@ def test_of_many_micro_batches_some_suffice(schedule, monkeypatch):
     )  # fmt: skip
     program = e.worst.program()
     some = replayed(program)
-    monkeypatch.setattr("memplan.replay.FEW", 10_000)
+    monkeypatch.setattr("memplan.replay.peaks.FEW", 10_000)
     assert replayed(program).after_step == some.after_step
 
 

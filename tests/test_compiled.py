@@ -8,7 +8,7 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 import memplan
 from memplan import MissingRule, PlanRefused
 from memplan.models import Llama, implemented
-from memplan.models.traced import Compiles
+from memplan.models.recording import Compiles
 from memplan.tracing import cache
 from validate.adapted import COMPILED, path_of
 from validate.cases import packed_trace

@@ -7,7 +7,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from memplan import Gpt
 from memplan.device import CPU
-from memplan.engines.ddp import (
+from memplan.engines.options import plan_of
+from memplan.engines.torch import RankStages, Stage
+from memplan.errors import PlanRefused
+from memplan.estimate import estimate, estimate_plan
+from memplan.parts.ddp import (
     POWERSGD_LEAST_RATE,
     POWERSGD_RANK,
     bucket_of,
@@ -17,10 +21,6 @@ from memplan.engines.ddp import (
     reducer_of,
     reduction,
 )
-from memplan.engines.options import plan_of
-from memplan.engines.torch import RankStages, Stage
-from memplan.errors import PlanRefused
-from memplan.estimate import estimate, estimate_plan
 from memplan.plan import Rank
 from memplan.record import changes
 from memplan.shapes import BF16, FP32, Parameter

@@ -12,12 +12,12 @@ import memplan
 from memplan import launchers
 from memplan.device import H100
 from memplan.engines.deepspeed.stage import DeepSpeedStage
-from memplan.engines.flat import Partitions, calls_of, slots_of
 from memplan.engines.options import plan_of
 from memplan.errors import MemplanError, MissingRule
 from memplan.estimate import rank_estimate
 from memplan.launchers.deepspeed import read_configuration
 from memplan.models.lookup import resolve
+from memplan.parts.flat import Partitions, calls_of, slots_of
 from memplan.shapes import BF16, Parameter
 from memplan.testing import check_laws
 from tests.traced import trace_of

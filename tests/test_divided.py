@@ -21,7 +21,7 @@ from memplan import InvalidValue, MissingRule, PlanRefused
 from memplan.engines.options import plan_of
 from memplan.models import implemented
 from memplan.models.qwen3 import Qwen3
-from memplan.models.traced import model_from_trace
+from memplan.models.trace_from_json import model_from_trace
 from memplan.placements import Partial, Replicate, Shard
 from memplan.plan import Rank
 from memplan.search.search import searched

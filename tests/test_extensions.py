@@ -46,7 +46,8 @@ from memplan.record import (
     passed,
     repeated,
 )
-from memplan.replay import AllocatorProgram, replayed
+from memplan.replay.peaks import replayed
+from memplan.replay.program import AllocatorProgram
 from memplan.schedules import Schedule
 from memplan.shapes import BF16, FP32, buffer_of
 from memplan.tables import estimate_text, verdict_text

@@ -14,7 +14,7 @@ import memplan
 from memplan import InvalidValue, UnknownName
 from memplan.cli import commands
 from memplan.models import resolve
-from memplan.models.traced import model_from_trace
+from memplan.models.trace_from_json import model_from_trace
 from memplan.tracing.factory import made_by
 from validate.cases import runnable
 

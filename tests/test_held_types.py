@@ -13,7 +13,7 @@ from torch import nn
 import memplan
 from memplan import MissingRule, PlanRefused
 from memplan.engines.options import plan_of
-from memplan.models.traced import model_from_trace
+from memplan.models.trace_from_json import model_from_trace
 from tests.traced import trace_of
 from validate.cases import Case, shipped_trace
 from validate.machine import Budget

@@ -25,12 +25,12 @@ from memplan.engines.torch.options import DDP_COMM_HOOKS, FSDP_UNITS, OPTIMIZER_
 from memplan.engines.torch.pipelining import left_behind
 from memplan.engines.torch.sharding import padded_shard_elements
 from memplan.engines.torch.units import Row, grouped
-from memplan.engines.trace import Segment
 from memplan.errors import ContradictoryEstimate, MissingRule, PlanRefused
 from memplan.estimate import StageEstimate, estimate_plan, rank_estimate
 from memplan.memory import n_bytes_of, running_bytes
 from memplan.models import Decoder, Layers, Model, preset
 from memplan.optimizers import COMMON
+from memplan.passes.trace import Segment
 from memplan.plan import (
     RECOMPUTES,
     Rank,

@@ -26,7 +26,7 @@ from memplan.models.megatron import MLA, BertModel, GPTModel, MoE, gpt_model
 from memplan.models.parameters import parameter_count
 from memplan.plan import Rank
 from memplan.record import Collective, Compute, ComputeKind, Event, Stretch
-from memplan.replay import replayed
+from memplan.replay.peaks import replayed
 from memplan.shapes import BF16, Parameter
 from tests.readme import ROOT
 from validate.published import megatron_ci, megatron_times, nemo_times

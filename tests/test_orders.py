@@ -12,11 +12,11 @@ from torch.distributed.pipelining import schedules
 from memplan.device import CPU
 from memplan.engines.checks import check_plan
 from memplan.engines.torch.orders import with_weights
-from memplan.engines.trace import traced
 from memplan.errors import PlanRefused
 from memplan.estimate import rank_estimate
 from memplan.models import Llama
 from memplan.orders import Loop, actions, counts, in_rows, under_way
+from memplan.passes.trace import traced
 from memplan.plan import Plan
 from memplan.schedules import SCHEDULES
 

@@ -16,10 +16,10 @@ from memplan import Cluster, Gpt, Llama, MemplanError, Plan
 from memplan.checks import divisors
 from memplan.comparison import why
 from memplan.engines.checks import check_plan
-from memplan.engines.trace import traced
 from memplan.errors import InvalidValue, PlanRefused, UnknownName
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import VERDICTS, outside_allocator
+from memplan.passes.trace import traced
 from memplan.plan import RECOMPUTES
 from memplan.schedules import SCHEDULES
 from memplan.search import judge, searched

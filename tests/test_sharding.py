@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from memplan.engines.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES, ddp_buckets
 from memplan.engines.torch.sharding import (
     padded_rows,
     padded_shard_elements,
@@ -18,6 +17,7 @@ from memplan.engines.torch.sharding import (
     shard_rows,
     zero_redundancy_partition,
 )
+from memplan.parts.ddp import BUCKET_BYTES, FIRST_BUCKET_BYTES, ddp_buckets
 from memplan.shapes import FP32, Parameter
 from memplan.units import MiB
 

@@ -10,7 +10,7 @@ from torch import nn
 import memplan
 from memplan import MissingRule, TracedModel
 from memplan.engines.options import plan_of
-from memplan.models.traced import model_from_trace
+from memplan.models.trace_from_json import model_from_trace
 from validate.cases import Case, architecture_traces, shipped_trace
 from validate.judge import References, judged
 from validate.systems.torch.architectures import small_module

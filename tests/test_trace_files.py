@@ -8,8 +8,7 @@ import pytest
 
 import memplan
 from memplan.errors import InvalidValue
-from memplan.models import traced
-from memplan.models.traced import model_of_text
+from memplan.models.trace_from_json import MOST_DIMS, model_of_text
 from validate.cases import trace_file
 
 with open(trace_file("hf-gpt2-untied"), encoding="utf-8") as file:
@@ -147,6 +146,6 @@ def test_more_values_and_dims_than_a_module_has_are_refused_at_once():
         model_of_text(f'{{"a":[{"0," * 12_000_000}0]}}')
     assert time.process_time() - began_s < 0.5
     data = deepcopy(TRACE)
-    data["buffers"][0][1] = [1] * (traced.MOST_DIMS + 1)
+    data["buffers"][0][1] = [1] * (MOST_DIMS + 1)
     with pytest.raises(InvalidValue, match="a shape of 65 dims is not allowed in a trace"):
         model_of_text(json.dumps(data))

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import memplan
 from memplan import Gpt, InvalidValue, Llama, MissingRule, PlanRefused, TracedModel, UnknownName
-from memplan.models.traced import Term, model_from_trace
+from memplan.models.recording import Term
+from memplan.models.trace_from_json import model_from_trace
 from memplan.record import Compute, ComputeKind, flops_of, unrolled
 from memplan.tracing.computed import computed_of
 from memplan.tracing.shapes import ATEN, Operation, Shapes, tensors

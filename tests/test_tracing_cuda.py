@@ -13,7 +13,8 @@ from torch.library import _scoped_library
 import memplan
 from memplan import Gpt, Llama, MissingRule
 from memplan.device import A100, H100, Device
-from memplan.models.traced import model_from_trace, size_at
+from memplan.models.recording import size_at
+from memplan.models.trace_from_json import model_from_trace
 from memplan.models.workspaces import Asked, runs_of
 from memplan.ops.kernel_calls import kernel_events
 from memplan.record import Alloc, Compute, ComputeKind, unrolled

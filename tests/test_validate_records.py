@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from memplan import Plan
 from memplan.errors import InvalidValue
-from memplan.models.traced import LARGEST_TRACE_BYTES
+from memplan.models.trace_from_json import LARGEST_TRACE_BYTES
 from memplan.plan import Rank
 from validate import cases, report
 from validate.__main__ import main

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from memplan import TracedModel
 from memplan.engines.torch.options import compiled_blocks, torch_options
-from memplan.models.traced import ZERO3
+from memplan.models.recording import ZERO3
 from memplan.tracing import cache
 from memplan.tracing.cache import Request
 from validate.cases import TRACES, Case, option, packed_trace

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplan.hardware import gpu
-from memplan.replay import Replayed
+from memplan.replay.program import Replayed
 from validate.cases import Case
 from validate.predict import estimated_rank
 from validate.records import Record

@@ -20,7 +20,7 @@ from memplan.models.families import FAMILIES as FAMILIES_OF_MODELS
 from memplan.models.families import implemented
 from memplan.models.presets import preset_trace
 from memplan.models.torchtitan import TorchtitanLlama
-from memplan.models.traced import LARGEST_TRACE_BYTES, model_from_trace, model_of_text
+from memplan.models.trace_from_json import LARGEST_TRACE_BYTES, model_from_trace, model_of_text
 from memplan.tape import Backend
 from validate.gpus import Gpus
 from validate.nogpu import RecordStream

@@ -18,7 +18,8 @@ from torch import Tensor
 from memplan.errors import InvalidValue
 from memplan.hardware import gpu
 from memplan.models import TracedModel
-from memplan.models.traced import TracedEvent, is_trace, model_from_trace, shape_at
+from memplan.models.recording import TracedEvent, shape_at
+from memplan.models.trace_from_json import is_trace, model_from_trace
 from memplan.models.workspaces import Asked, runs_of
 from memplan.tracing.recorder import executed
 from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD

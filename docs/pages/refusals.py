@@ -15,7 +15,7 @@ PLACES: Final = {
     "memplan/plan.py": "Plans that contradict themselves",
     "memplan/engines/base.py": "Every engine",
     "memplan/engines/refusals.py": "Every engine",
-    "memplan/engines/recorded.py": "Traced modules",
+    "memplan/passes/recorded.py": "Traced modules",
     "memplan/tracing": "Traced modules",
     "memplan/models": "Models",
     "memplan/ops": "Operations and kernels",

@@ -20,7 +20,7 @@ from memplan.optimizers import COMMON
 from memplan.plan import Plan, Rank
 from memplan.record import CollectiveKind, Compute, Stretch
 from memplan.registry import Registry
-from memplan.replay import AllocatorProgram
+from memplan.replay.program import AllocatorProgram
 from memplan.shapes import Buffer
 from memplan.tape import Backend
 

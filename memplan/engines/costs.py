@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from memplan.engines.base import Costs, PartCosts, WireBytes
-from memplan.engines.trace import Block, Segment, Trace
+from memplan.passes.trace import Block, Segment, Trace
 from memplan.record import Collective, Compute
 from memplan.shapes import Parameter
 

@@ -24,17 +24,10 @@ from memplan.models.config import Config, WithoutRule, config_file, model_name, 
 from memplan.models.families import FAMILIES, implementations_of, implemented
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
+from memplan.models.recording import MIXTURE, TRAINER, ZERO3, ByTrainer, Compiles
 from memplan.models.torchtitan import FLOAT8, TORCHTITAN, TorchtitanLlama
-from memplan.models.traced import (
-    MIXTURE,
-    TRAINER,
-    ZERO3,
-    ByTrainer,
-    Compiles,
-    TracedModel,
-    is_trace,
-    model_from_trace,
-)
+from memplan.models.trace_from_json import is_trace, model_from_trace
+from memplan.models.traced import TracedModel
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,8 @@ from functools import cache
 
 from memplan.errors import InvalidValue, shown_value
 from memplan.models.base import Model
-from memplan.models.traced import TracedModel, shape_at
+from memplan.models.recording import shape_at
+from memplan.models.traced import TracedModel
 from memplan.shapes import INT64, Shape, n_elements
 from memplan.tape import OpContext, Tape, Tensor
 

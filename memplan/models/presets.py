@@ -11,7 +11,7 @@ from memplan.errors import UnknownName, unknown_name
 from memplan.files import Table, toml_table
 from memplan.models.base import Model
 from memplan.models.families import FAMILIES
-from memplan.models.traced import model_from_trace
+from memplan.models.trace_from_json import model_from_trace
 from memplan.names import read_as, words
 
 NO_SIZES: Final = ("family", "source", "retrieved", "also", "contexts")

@@ -27,8 +27,10 @@ from memplan.errors import MemplanError, installed
 from memplan.files import file_text
 from memplan.mesh import Group, degrees_text
 from memplan.models.config import Config
+from memplan.models.recording import MIXTURE, Compiles
 from memplan.models.torchtitan import FLOAT8, TORCHTITAN
-from memplan.models.traced import LARGEST_TRACE_BYTES, MIXTURE, Compiles, TracedModel, model_of_text
+from memplan.models.trace_from_json import LARGEST_TRACE_BYTES, model_of_text
+from memplan.models.traced import TracedModel
 
 MOST_BYTES: Final = 256 * 1024**2
 """The size of the folder, some 1,000 traces: beyond it the entries that were not used longest are removed."""

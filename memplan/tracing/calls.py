@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memplan.errors import MissingRule
-from memplan.models.traced import CONVOLUTIONS, CONVOLVED
+from memplan.models.recording import CONVOLUTIONS, CONVOLVED
 from memplan.ops.kernel_calls import AND_MASK, IN_ORDER
 from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, IMAGE_DIMS, Scratch
 from memplan.tracing.shapes import ATEN, dtype_name

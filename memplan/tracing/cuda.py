@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from memplan.device import H100
 from memplan.errors import MissingRule
 from memplan.kernels import Release
-from memplan.models.traced import DTYPES
+from memplan.models.recording import DTYPES
 from memplan.ops.attention import attention_kernel
 from memplan.tracing.autocast import OfWrappers, autocast_of
 from memplan.tracing.cache import setting

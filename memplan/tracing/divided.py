@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from memplan.errors import InvalidValue, MemplanError, MissingRule, reason
 from memplan.mesh import DIVIDING, Group, degrees_text
-from memplan.models.traced import Placed
+from memplan.models.recording import Placed
 from memplan.placements import Partial, Placement, Replicate, Shard
 
 Ranks = DeviceMesh | dict[str, DeviceMesh]

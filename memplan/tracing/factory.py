@@ -17,8 +17,8 @@ from memplan.errors import InvalidValue, reason, shown_value, unknown_name
 from memplan.files import shown_path
 from memplan.mesh import Group
 from memplan.models import TracedModel
+from memplan.models.recording import Compiles
 from memplan.models.torchtitan import TorchtitanLlama
-from memplan.models.traced import Compiles
 from memplan.tracing.cache import told
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.example import checked_example

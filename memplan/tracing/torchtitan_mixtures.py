@@ -25,7 +25,8 @@ from memplan.device import DeviceType
 from memplan.errors import MissingRule, installed, shown_value
 from memplan.mesh import Group, degrees_text
 from memplan.models.config import Config
-from memplan.models.traced import EXPERTS, Term, TracedModel, TracedTensor
+from memplan.models.recording import EXPERTS, Term, TracedTensor
+from memplan.models.traced import TracedModel
 from memplan.tracing.cache import without_remarks
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.divided import dealt_out

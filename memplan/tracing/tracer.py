@@ -30,7 +30,7 @@ from memplan.device import DeviceType
 from memplan.errors import InvalidValue, MemplanError, MissingRule, reason, shown_value, unknown_name
 from memplan.mesh import DIVIDING, Group, degrees_text
 from memplan.models.base import BLOCKS, Layers
-from memplan.models.traced import (
+from memplan.models.recording import (
     MODULE,
     RECOMPUTES,
     ROTATES,
@@ -41,11 +41,10 @@ from memplan.models.traced import (
     Recording,
     Term,
     TracedKind,
-    TracedModel,
     TracedTensor,
     Variant,
-    modules_with,
 )
+from memplan.models.traced import TracedModel, modules_with
 from memplan.record import HookKind
 from memplan.tracing.cache import no_collection, setting
 from memplan.tracing.compiled import compiled, compiling
@@ -287,10 +286,9 @@ def _traced(
             "'bf16-mixed' or 'fp16-mixed'."
         )
     if not runs:
-        what = "compiled blocks" if compiles else "experts over expert-parallel ranks"
         raise InvalidValue(
-            f"precisions={shown_value(precisions)} run under autocast, which is not traced of {what}; use "
-            "'bf16-mixed' or 'bf16'."
+            f"precisions={shown_value(precisions)} run under autocast, which is not traced of compiled blocks "
+            "and of experts over expert-parallel ranks; use 'bf16-mixed' or 'bf16'."
         )
     shapes = Shapes(CudaTensors() if (plays_cuda := runs_on == CUDA and not executed) else None)
     why, kind = "", {"any_length": any_length, "zero3": zero3, "experts_within": experts_within}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from memplan.models.traced import ByTrainer
+from memplan.models.recording import ByTrainer
 from memplan.tracing.example import Loss
 from memplan.tracing.trl import loss_of_scores, with_scores
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from memplan.errors import MissingRule
-from memplan.models.traced import ByTrainer, Scoring
+from memplan.models.recording import ByTrainer, Scoring
 
 TOKENS: Final = 4096
 """Tokens of a tile (`TOKEN_CHUNK_SIZE`)."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from memplan.errors import MissingRule
 from memplan.models.base import BLOCKS, Layers, Role
-from memplan.models.traced import (
+from memplan.models.recording import (
     DTYPES,
     Computation,
     Cut,

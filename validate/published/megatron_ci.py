@@ -22,7 +22,7 @@ from memplan.hardware import gpu
 from memplan.launchers.megatron import BERT_SCRIPT, GPT_SCRIPT, Arguments
 from memplan.models import Model
 from memplan.plan import Plan, Rank
-from memplan.replay import replayed
+from memplan.replay.peaks import replayed
 from memplan.text_tables import text_table
 from memplan.units import GiB
 from validate.shipped import data_folder

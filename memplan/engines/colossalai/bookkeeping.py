@@ -10,8 +10,8 @@ from typing import Final, NamedTuple, final
 
 from memplan.device import Device
 from memplan.engines.colossalai.options import COMMUNICATED, colossalai_options
-from memplan.engines.stage import WholeStage
 from memplan.models import Model
+from memplan.parts.stage import WholeStage
 from memplan.plan import Plan
 from memplan.record import COMPUTE, Collective, Event, WaitStream, allocs, frees
 from memplan.shapes import Buffer, Parameter, buffer_of

@@ -11,12 +11,12 @@ from memplan.engines.colossalai.bookkeeping import REDUCTION, Bucket, ColossalAI
 from memplan.engines.colossalai.low_level_optim import UPDATE_NAME, LowLevelZeroOptimizer
 from memplan.engines.colossalai.options import ColossalAIOptions
 from memplan.engines.colossalai.refusals import REFUSALS
-from memplan.engines.module import StageModule, accumulation
-from memplan.engines.module_calls import Part
 from memplan.models import Model
+from memplan.parts.module import StageModule, accumulation
+from memplan.passes.module_calls import Part
 from memplan.plan import Plan, Rank
 from memplan.record import COMPUTE, AccumulateGrad, Event, Stretch, WaitStream, chain, events, frees
-from memplan.replay import AllocatorProgram
+from memplan.replay.program import AllocatorProgram
 from memplan.tape import Backend
 
 

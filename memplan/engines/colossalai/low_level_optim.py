@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final, final
 
 from memplan.engines.colossalai.bookkeeping import ColossalAIStage, Working
-from memplan.engines.weight_updates import Weight, default_update
 from memplan.kernels import norm_scratch
 from memplan.memory import Alive
 from memplan.optimizers import ADAM
+from memplan.parts.weight_updates import Weight, default_update
 from memplan.record import Collective, Event, Stretch, allocs, chain, events, frees
 from memplan.shapes import FP32, FP64, UINT8, Buffer, buffer_of
 

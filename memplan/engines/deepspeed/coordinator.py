@@ -12,8 +12,8 @@ from typing import Final, NamedTuple, final
 
 from memplan.engines.deepspeed.options import DeepSpeedOptions
 from memplan.engines.deepspeed.zero_optimizer import host_copy
-from memplan.engines.flat import Slot
-from memplan.engines.module_calls import Containers, Part
+from memplan.parts.flat import Slot
+from memplan.passes.module_calls import Containers, Part
 from memplan.record import COMPUTE, Collective, Event, ModuleHook, RecordEvent, WaitStream, allocs, frees
 from memplan.shapes import Buffer, DType, buffer_of
 

@@ -9,8 +9,8 @@ from memplan.engines.deepspeed.options import DeepSpeedOptions, deepspeed_option
 from memplan.engines.deepspeed.refusals import REFUSALS
 from memplan.engines.deepspeed.runtime import DeepSpeedEngine
 from memplan.engines.deepspeed.stage import DeepSpeedStage
-from memplan.engines.flat import Partitions, slots_of
 from memplan.models import Model
+from memplan.parts.flat import Partitions, slots_of
 from memplan.plan import Plan, Rank
 from memplan.tape import Backend
 

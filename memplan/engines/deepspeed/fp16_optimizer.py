@@ -8,7 +8,7 @@ from typing import Final, final
 
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, stepped
-from memplan.engines.flat import Slot
+from memplan.parts.flat import Slot
 from memplan.record import Event, Stretch, allocs, events, frees
 from memplan.shapes import FP32, buffer_of
 

@@ -14,8 +14,8 @@ from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.stage3 import Stage3Optimizer
 from memplan.engines.deepspeed.stage_1_and_2 import DeepSpeedZeroOptimizer
 from memplan.engines.deepspeed.zero_optimizer import UPDATE_NAME, Optimizer
-from memplan.engines.flat import Slot, slots_of
-from memplan.engines.module_calls import Part, recorded_order
+from memplan.parts.flat import Slot, slots_of
+from memplan.passes.module_calls import Part, recorded_order
 from memplan.plan import Rank
 from memplan.record import (
     AccumulateGrad,
@@ -29,7 +29,7 @@ from memplan.record import (
     passed,
     repeated,
 )
-from memplan.replay import AllocatorProgram
+from memplan.replay.program import AllocatorProgram
 from memplan.shapes import FP32, buffer_of
 
 LOSS, SCALED = (buffer_of(name, (), FP32) for name in ("loss before the division", "loss times the scale"))

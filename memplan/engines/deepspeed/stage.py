@@ -7,9 +7,9 @@ from typing import final
 
 from memplan.device import Device
 from memplan.engines.deepspeed.options import deepspeed_options
-from memplan.engines.stage import WholeStage
 from memplan.memory import Alive
 from memplan.models import Model, under_zero3
+from memplan.parts.stage import WholeStage
 from memplan.plan import Plan
 from memplan.shapes import INT32, Buffer, buffer_of
 from memplan.tape import Backend, OpContext

@@ -21,7 +21,7 @@ from memplan.engines.deepspeed.zero_optimizer import (
     norms_of,
     stepped,
 )
-from memplan.engines.flat import Slot
+from memplan.parts.flat import Slot
 from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
 from memplan.shapes import BOOL, FP32, FP64, Buffer, buffer_of
 

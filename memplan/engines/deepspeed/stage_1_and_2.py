@@ -19,7 +19,7 @@ from memplan.engines.deepspeed.zero_optimizer import (
     norms_of,
     stepped,
 )
-from memplan.engines.flat import Partitions, Slot
+from memplan.parts.flat import Partitions, Slot
 from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
 from memplan.shapes import FP32, FP64, UINT8, Buffer, buffer_of
 

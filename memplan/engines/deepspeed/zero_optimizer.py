@@ -8,8 +8,8 @@ from typing import Final
 from memplan.allocator import page_locked_bytes
 from memplan.engines.base import HostRecord
 from memplan.engines.deepspeed.stage import DeepSpeedStage
-from memplan.engines.flat import Slot, calls_of
 from memplan.kernels import norm_scratch
+from memplan.parts.flat import Slot, calls_of
 from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, chain, events, frees
 from memplan.shapes import FP32, FP64, UINT8, Buffer, DType, buffer_of
 

@@ -7,22 +7,22 @@ from typing import Any, final
 
 from memplan.device import Device
 from memplan.engines.base import Engine, RankRecord
-from memplan.engines.ddp import (
+from memplan.engines.fairscale.options import FairScaleOptions
+from memplan.engines.fairscale.oss import OSS, UPDATE_NAME, FairScaleStage
+from memplan.engines.fairscale.refusals import REFUSALS
+from memplan.engines.fairscale.sharded_ddp import ShardedDataParallel
+from memplan.models import Model
+from memplan.parts.ddp import (
     Arguments,
     DistributedDataParallel,
     broadcast_weights,
     first_buckets,
     flat_buckets,
 )
-from memplan.engines.fairscale.options import FairScaleOptions
-from memplan.engines.fairscale.oss import OSS, UPDATE_NAME, FairScaleStage
-from memplan.engines.fairscale.refusals import REFUSALS
-from memplan.engines.fairscale.sharded_ddp import ShardedDataParallel
-from memplan.engines.module import StageModule, accumulation
-from memplan.models import Model
+from memplan.parts.module import StageModule, accumulation
 from memplan.plan import Plan, Rank
 from memplan.record import Event, Stretch, allocs, chain, events, frees
-from memplan.replay import AllocatorProgram
+from memplan.replay.program import AllocatorProgram
 from memplan.tape import Backend
 
 

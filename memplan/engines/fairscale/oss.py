@@ -11,12 +11,12 @@ from typing import Final, final
 
 from memplan.device import Device
 from memplan.engines.fairscale.options import fairscale_options
-from memplan.engines.stage import WholeStage
-from memplan.engines.weight_updates import Weight, default_update
 from memplan.kernels import norm_scratch
 from memplan.memory import Alive
 from memplan.models import Model
 from memplan.optimizers import ADAM
+from memplan.parts.stage import WholeStage
+from memplan.parts.weight_updates import Weight, default_update
 from memplan.plan import Plan
 from memplan.record import Collective, Event, Stretch, allocs, chain, events, frees
 from memplan.shapes import FP32, UINT8, Buffer, Parameter, buffer_of

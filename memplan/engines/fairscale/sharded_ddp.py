@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple, final
 
-from memplan.engines.ddp import ALL_REDUCE
 from memplan.engines.fairscale.oss import OSS, FairScaleStage
-from memplan.engines.module import StageModule
-from memplan.engines.module_calls import Part
+from memplan.parts.ddp import ALL_REDUCE
+from memplan.parts.module import StageModule
+from memplan.passes.module_calls import Part
 from memplan.record import (
     COMPUTE,
     AccumulateGrad,

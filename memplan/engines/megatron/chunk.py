@@ -5,10 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from memplan.device import Device
-from memplan.engines.backward import added_to_older, backward_order, from_outside
 from memplan.engines.megatron.options import OLD_CONTAINER, megatron_options
 from memplan.engines.megatron.overlap import Piece
-from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.models import Model
 from memplan.models.base import BLOCKS
 from memplan.models.megatron import (
@@ -20,6 +18,8 @@ from memplan.models.megatron import (
     gpt_model,
     kept_by_dispatcher,
 )
+from memplan.passes.backward import added_to_older, backward_order, from_outside
+from memplan.passes.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.plan import Plan
 from memplan.record import (
     COMPUTE,

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 
 from memplan.device import Device
 from memplan.engines.base import RankRecord
-from memplan.engines.flat import Partitions, Slot, calls_of, slots_of
 from memplan.engines.megatron.chunk import ModelChunk
 from memplan.models import Model
 from memplan.orders import Action, Loop
+from memplan.parts.flat import Partitions, Slot, calls_of, slots_of
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.record import (
     Collective,
@@ -31,7 +31,7 @@ from memplan.record import (
     passed,
     repeated,
 )
-from memplan.replay import AllocatorProgram
+from memplan.replay.program import AllocatorProgram
 from memplan.shapes import (
     BF16,
     BOOL,

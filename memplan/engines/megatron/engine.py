@@ -54,7 +54,7 @@ from memplan.record import (
     events,
     frees,
 )
-from memplan.replay import AllocatorProgram
+from memplan.replay.program import AllocatorProgram
 from memplan.shapes import FP16, FP32, INT32, UINT8, Buffer, DType, Parameter, buffer_of
 from memplan.tape import Backend
 from memplan.units import MiB

@@ -16,7 +16,7 @@ from memplan.engines.megatron.buffers import (
     is_orthogonalized,
     padded,
 )
-from memplan.engines.newton_schulz import STEPS, newton_schulz_products
+from memplan.parts.newton_schulz import STEPS, newton_schulz_products
 from memplan.record import Event, Stretch, allocs, events, frees, repeated
 from memplan.shapes import BF16, FP32, Buffer, Parameter, buffer_of
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from math import inf, prod
 from typing import Final, NamedTuple, Self, final
 
-from memplan.engines.newton_schulz import product_in_bfloat16
 from memplan.errors import MissingRule
 from memplan.mesh import Group
+from memplan.parts.newton_schulz import product_in_bfloat16
 from memplan.placements import Partial, Placement, Replicate, Shard, local_shape
 from memplan.record import Collective, CollectiveKind, Event, allocs, frees
 from memplan.shapes import BF16, Buffer, Shape, buffer_of

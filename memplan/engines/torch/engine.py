@@ -6,7 +6,6 @@ from typing import Any, final
 from memplan.device import Device
 from memplan.engines.base import DataParallelism, Engine, PartCosts, RankRecord
 from memplan.engines.costs import part_costs
-from memplan.engines.stage import StageKind
 from memplan.engines.torch.flat_parameter import FlatRankStages
 from memplan.engines.torch.options import TorchOptions, compiled_blocks, torch_options
 from memplan.engines.torch.refusals import REFUSALS, check_device
@@ -17,6 +16,7 @@ from memplan.mesh import AXES
 from memplan.models import Layers, Model, TracedModel, counted_weights
 from memplan.models.traced import is_of_torchtitan
 from memplan.optimizers import LEAST_PAGED, OPTIMIZERS
+from memplan.parts.stage import StageKind
 from memplan.plan import Plan, Rank
 from memplan.shapes import FP32
 from memplan.tape import Backend

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple, final
 
-from memplan.engines.ddp import ALL_REDUCE
-from memplan.engines.stage import trained
 from memplan.engines.torch.param_group import copied
 from memplan.engines.torch.sharding import place_among_shards
 from memplan.engines.torch.stage import RankStages, Stage
@@ -21,6 +19,8 @@ from memplan.engines.torch.units import (
     collectives,
 )
 from memplan.memory import Alive
+from memplan.parts.ddp import ALL_REDUCE
+from memplan.parts.stage import trained
 from memplan.record import COMPUTE, Event, WaitStream, allocs, frees
 from memplan.shapes import Buffer, DType, Parameter, Shape, buffer_of
 

@@ -8,12 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple, Self, final
 
-from memplan.engines.backward import added_to_older, backward_order, from_outside
-from memplan.engines.ddp import ALL_REDUCE
-from memplan.engines.module import (
-    StageModule,
-    before_blocks,
-)
 from memplan.engines.torch.param_group import CommContext, ParamGroup, Units
 from memplan.engines.torch.stage import Stage
 from memplan.engines.torch.units import (
@@ -26,8 +20,14 @@ from memplan.engines.torch.units import (
     opened_when_called,
     repeatedly,
 )
-from memplan.engines.trace import Segment
 from memplan.memory import Alive
+from memplan.parts.ddp import ALL_REDUCE
+from memplan.parts.module import (
+    StageModule,
+    before_blocks,
+)
+from memplan.passes.backward import added_to_older, backward_order, from_outside
+from memplan.passes.trace import Segment
 from memplan.placements import Replicate
 from memplan.record import (
     COMPUTE,

@@ -6,9 +6,6 @@ Source: `torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataPara
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple, Self, final
 
-from memplan.engines.backward import backward_order
-from memplan.engines.ddp import ALL_REDUCE
-from memplan.engines.module import StageModule, before_blocks
 from memplan.engines.torch.flat_parameter import FlatParameter, FlatUnits
 from memplan.engines.torch.stage import Stage
 from memplan.engines.torch.units import (
@@ -20,7 +17,10 @@ from memplan.engines.torch.units import (
     next_units,
     opened_when_called,
 )
-from memplan.engines.trace import Segment
+from memplan.parts.ddp import ALL_REDUCE
+from memplan.parts.module import StageModule, before_blocks
+from memplan.passes.backward import backward_order
+from memplan.passes.trace import Segment
 from memplan.record import COMPUTE, RecordEvent, Stretch, WaitStream, chain, events, frees, repeated
 from memplan.shapes import Buffer
 

@@ -5,11 +5,11 @@ Source: `torch.optim._muon:_single_tensor_muon`.
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from memplan.engines.newton_schulz import STEPS
 from memplan.engines.torch.dtensor import ROWS, WHOLE, Ranks
 from memplan.engines.torch.stage import RankStages
 from memplan.errors import MissingRule
 from memplan.kernels import norm_scratch
+from memplan.parts.newton_schulz import STEPS
 from memplan.record import Collective, Event, Stretch, allocs, events, frees, repeated
 from memplan.shapes import BF16, FP32, Buffer, Parameter, buffer_of
 

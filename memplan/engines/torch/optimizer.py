@@ -7,12 +7,12 @@ is sharded, or partial sums. Every operation that reads both makes a copy with t
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from memplan.engines.ddp import partial_sum
-from memplan.engines.stage import trained
 from memplan.engines.torch.muon import orthogonalized
 from memplan.engines.torch.stage import RankStages, Stage
-from memplan.engines.weight_updates import Variables, Weight, updated_alone, updated_together
 from memplan.mesh import WORLD, Group
+from memplan.parts.ddp import partial_sum
+from memplan.parts.stage import trained
+from memplan.parts.weight_updates import Variables, Weight, updated_alone, updated_together
 from memplan.placements import Partial, Shard
 from memplan.record import (
     Collective,

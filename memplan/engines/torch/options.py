@@ -5,7 +5,7 @@ from typing import Final, final
 
 from memplan.allocator import ALLOC_CONF
 from memplan.fields import Choice, Count, Flag, described
-from memplan.models.traced import ROTATES, ByTrainer, Compiles, Scoring
+from memplan.models.recording import ROTATES, ByTrainer, Compiles, Scoring
 from memplan.plan import Plan
 from memplan.shapes import DType
 

@@ -8,8 +8,6 @@ from copy import copy
 from functools import cached_property
 from itertools import groupby
 
-from memplan.engines.ddp import ALL_REDUCE, partial_sum
-from memplan.engines.stage import trained
 from memplan.engines.torch.options import gathers_head
 from memplan.engines.torch.sharding import n_shards, padded_shard_elements, shard_elements
 from memplan.engines.torch.stage import Stage, stored_dtype
@@ -22,6 +20,8 @@ from memplan.engines.torch.units import (
     collectives,
 )
 from memplan.engines.torch.update_in_backward import updated_at_once
+from memplan.parts.ddp import ALL_REDUCE, partial_sum
+from memplan.parts.stage import trained
 from memplan.record import COMPUTE, Alloc, Collective, Event, Free, WaitStream, allocs, frees
 from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
 

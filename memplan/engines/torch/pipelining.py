@@ -12,7 +12,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memplan.engines.module import (
+from memplan.engines.torch import releasing
+from memplan.engines.torch.orders import plan_order
+from memplan.engines.torch.stage import RankStages
+from memplan.engines.torch.trainer import fetched
+from memplan.memory import Alive
+from memplan.orders import Action, ActionKind, Loop, counts
+from memplan.parts.module import (
     StageModule,
     accumulation,
     backward_pass,
@@ -23,12 +29,6 @@ from memplan.engines.module import (
     turns,
     with_p2p,
 )
-from memplan.engines.torch import releasing
-from memplan.engines.torch.orders import plan_order
-from memplan.engines.torch.stage import RankStages
-from memplan.engines.torch.trainer import fetched
-from memplan.memory import Alive
-from memplan.orders import Action, ActionKind, Loop, counts
 from memplan.record import Alloc, Free, Stretch, chain, events, frees, passed, repeated
 from memplan.shapes import Buffer
 

@@ -4,14 +4,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from memplan.engines.ddp import (
-    DistributedDataParallel,
-    broadcast_weights,
-    first_buckets,
-    flat_buckets,
-    reducer_of,
-)
-from memplan.engines.module import PlainModule, StageModule
 from memplan.engines.torch.flat_parameter import FlatRankStages
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.fsdp1 import FullyShardedDataParallel
@@ -21,13 +13,21 @@ from memplan.engines.torch.releasing import lets_outputs_go
 from memplan.engines.torch.sharding import place_among_shards
 from memplan.engines.torch.stage import IN_USE, RankStages, Stage
 from memplan.engines.torch.update_in_backward import ModuleUpdatedInBackward
-from memplan.engines.trace import from_host
 from memplan.memory import Alive
 from memplan.models import TracedModel, ends_are_tied
 from memplan.offload_activations import STREAM
+from memplan.parts.ddp import (
+    DistributedDataParallel,
+    broadcast_weights,
+    first_buckets,
+    flat_buckets,
+    reducer_of,
+)
+from memplan.parts.module import PlainModule, StageModule
+from memplan.passes.trace import from_host
 from memplan.plan import Rank
 from memplan.record import Alloc, Event, Free, Stretch, allocs, chain, frees
-from memplan.replay import AllocatorProgram
+from memplan.replay.program import AllocatorProgram
 from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
 
 

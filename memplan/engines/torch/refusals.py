@@ -5,7 +5,6 @@ from math import gcd
 from typing import Final
 
 from memplan.device import Device
-from memplan.engines.recorded import checked_cut
 from memplan.engines.refusals import (
     check_beside,
     check_divided,
@@ -21,7 +20,6 @@ from memplan.engines.torch.options import (
     torch_options,
     weight_dtype,
 )
-from memplan.engines.weight_updates import is_fp8
 from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.kernels import SCALED_MM_MULTIPLE
 from memplan.models import (
@@ -34,9 +32,12 @@ from memplan.models import (
     not_divided_so,
 )
 from memplan.models.lookup import module_values
-from memplan.models.traced import Ends, is_of_torchtitan
+from memplan.models.recording import Ends
+from memplan.models.traced import is_of_torchtitan
 from memplan.offload_activations import MOST_STASHED
 from memplan.optimizers import COMMON
+from memplan.parts.weight_updates import is_fp8
+from memplan.passes.recorded import checked_cut
 from memplan.plan import Plan
 from memplan.shapes import BF16, FP32
 

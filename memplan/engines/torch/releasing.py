@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any, Final, cast
 
-from memplan.engines.module import (
+from memplan.engines.torch.lowering import Step, steps
+from memplan.engines.torch.stage import RankStages
+from memplan.orders import LAST_PARTS, ActionKind
+from memplan.parts.module import (
     StageModule,
     backward_pass,
     forward_pass,
@@ -25,9 +28,6 @@ from memplan.engines.module import (
     turns,
     with_p2p,
 )
-from memplan.engines.torch.lowering import Step, steps
-from memplan.engines.torch.stage import RankStages
-from memplan.orders import LAST_PARTS, ActionKind
 from memplan.record import Stretch, chain, repeated
 
 Module = StageModule[Any]

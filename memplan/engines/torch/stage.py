@@ -8,9 +8,6 @@ from functools import cached_property
 from typing import Any, Final, Self, final
 
 from memplan.device import CPU, Device
-from memplan.engines.ddp import Arguments
-from memplan.engines.recorded import divided_inputs
-from memplan.engines.stage import ModelStage, StageKind, cublas_workspaces, trained
 from memplan.engines.torch.options import (
     called_by_trainer,
     compiled_blocks,
@@ -29,13 +26,16 @@ from memplan.engines.torch.sharding import (
     zero_redundancy_partition,
 )
 from memplan.engines.torch.trainer import KeptByTrainer, gathered, gathered_metrics, kept_by_trainer
-from memplan.engines.trace import EMPTY, BlockKind, Segment, Trace
-from memplan.engines.weight_updates import Weight, is_of_8_bits, maps_of, scalars_of, states_of
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided
 from memplan.models.traced import is_of_torchtitan
 from memplan.optimizers import KEPT, Kept
+from memplan.parts.ddp import Arguments
+from memplan.parts.stage import ModelStage, StageKind, cublas_workspaces, trained
+from memplan.parts.weight_updates import Weight, is_of_8_bits, maps_of, scalars_of, states_of
+from memplan.passes.recorded import divided_inputs
+from memplan.passes.trace import EMPTY, BlockKind, Segment, Trace
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Shape, buffer_of
 from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext

@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 from memplan.engines.base import RankRecord
-from memplan.engines.module import StageModule
 from memplan.engines.torch.host import host_of
 from memplan.engines.torch.optimizer import update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.program import kept_by_hooks, module_of, program
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.memory import Alive
+from memplan.parts.module import StageModule
 from memplan.record import Collective, Stretch, chain, events, repeated
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, final
 
-from memplan.engines.trace import Trace
 from memplan.models import Model
+from memplan.passes.trace import Trace
 from memplan.plan import Plan
 from memplan.record import Collective, Free, Stretch, allocs, events, frees
 from memplan.shapes import FP32, INT64, Buffer, DType, Parameter, buffer_of

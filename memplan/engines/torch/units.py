@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from memplan.engines.ddp import ALL_REDUCE
-from memplan.engines.trace import Segment, buffer_in
 from memplan.mesh import HOST
 from memplan.mesh import Group as MeshGroup
+from memplan.parts.ddp import ALL_REDUCE
+from memplan.passes.trace import Segment, buffer_in
 from memplan.record import Collective, Event, Stretch, chain, events, repeated
 from memplan.shapes import Parameter, Role
 

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from math import prod
 from typing import Self, final
 
-from memplan.engines.module import PlainModule
 from memplan.engines.torch.optimizer import implementation
 from memplan.engines.torch.stage import Stage
-from memplan.engines.trace import Segment
-from memplan.engines.weight_updates import (
+from memplan.parts.module import PlainModule
+from memplan.parts.weight_updates import (
     Variables,
     Weight,
     is_of_8_bits,
@@ -21,6 +20,7 @@ from memplan.engines.weight_updates import (
     updated_alone,
     updated_together,
 )
+from memplan.passes.trace import Segment
 from memplan.record import AccumulateGrad, Event, allocs, frees
 from memplan.shapes import Parameter, Shape
 

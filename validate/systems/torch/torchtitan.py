@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from memplan import Plan, TracedModel
 from memplan.models.config import Config
 from memplan.models.presets import preset
-from memplan.models.traced import MIXTURE
+from memplan.models.recording import MIXTURE
 from memplan.plan import stage_layers
 from memplan.shapes import FP32
 from memplan.tracing.torchtitan_mixtures import BACKEND, divide, mixture_of, route_evenly, traced_mixture

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from memplan.engines.trace import (
+from memplan.models import Model
+from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
+from memplan.passes.trace import (
     EMPTY,
     BlockKind,
     Marks,
@@ -22,8 +24,6 @@ from memplan.engines.trace import (
     run_block,
     without,
 )
-from memplan.models import Model
-from memplan.ops import gradient_of_loss, scaled_loss, share_of_loss
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free
 from memplan.shapes import Buffer, DType, Kind, Shape
 from memplan.tape import OpContext, SplitBackward, Tape, Tensor

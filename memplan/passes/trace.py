@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from memplan.errors import MissingRule
 from memplan.models import Model
-from memplan.models.traced import Ends
+from memplan.models.recording import Ends
 from memplan.ops import (
     gradient_of_loss,
     logits_in_float32,

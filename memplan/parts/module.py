@@ -12,10 +12,10 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar, cast
 
-from memplan.engines.backward import added_to_older, backward_order, from_outside
-from memplan.engines.stage import ModelStage
-from memplan.engines.trace import Segment, Trace
 from memplan.orders import ActionKind
+from memplan.parts.stage import ModelStage
+from memplan.passes.backward import added_to_older, backward_order, from_outside
+from memplan.passes.trace import Segment, Trace
 from memplan.record import (
     AccumulateGrad,
     Alloc,

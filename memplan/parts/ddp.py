@@ -14,13 +14,13 @@ from functools import lru_cache, partial
 from itertools import groupby, islice
 from typing import Final, NamedTuple, final
 
-from memplan.engines.backward import backward_order, from_outside
-from memplan.engines.module import StageModule, before_blocks
-from memplan.engines.split import BlockRuns
-from memplan.engines.stage import ModelStage, trained
-from memplan.engines.trace import Segment, Trace, buffer_in, gradients
 from memplan.memory import Alive
 from memplan.mesh import Group
+from memplan.parts.module import StageModule, before_blocks
+from memplan.parts.stage import ModelStage, trained
+from memplan.passes.backward import backward_order, from_outside
+from memplan.passes.split import BlockRuns
+from memplan.passes.trace import Segment, Trace, buffer_in, gradients
 from memplan.record import (
     COMPUTE,
     AccumulateGrad,

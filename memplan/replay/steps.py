@@ -1,36 +1,22 @@
-"""The peaks of allocated and reserved bytes of one rank's first steps in PyTorch's caching allocator.
+"""Steps of a program, replayed in PyTorch's caching allocator.
 
 In a step's record, equal layers and micro-batches share their buffers. The replay keeps the allocator's
-blocks of each buffer by micro-batch: a pass frees the newest block of its own micro-batch.
-
-Of hundreds of micro-batches only some are replayed. Where the allocator's state after a micro-batch recurs,
-whole cycles between equal states are left out. Where no state recurs, three short steps of
-different lengths are replayed, and the growth of their peaks is extrapolated; what these steps have in common
-is played once.
+blocks of each buffer by micro-batch: a pass frees the newest block of its own micro-batch. Where the
+allocator's state after a micro-batch recurs, whole cycles between equal states are left out.
 """
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
 from marshal import dumps, loads
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from memplan.ages import Moment
-from memplan.allocator import (
-    DEFAULTS,
-    AllocatorConfig,
-    CachingAllocator,
-    FreeSizes,
-    OutOfMemory,
-    Places,
-    Pool,
-    rounded_bytes,
-)
-from memplan.errors import ContradictoryEstimate, InvalidValue
+from memplan.allocator import CachingAllocator, FreeSizes, Places, Pool, rounded_bytes
+from memplan.errors import ContradictoryEstimate
 from memplan.memory import Alive, add_net
-from memplan.record import Alloc, Event, Free, PassPart, Stretch, chain, changes, events, repeated
+from memplan.record import Alloc, Event, Free, PassPart, Stretch, chain, changes, events
+from memplan.replay.program import AllocatorProgram, Memory, Replayed
 from memplan.shapes import Buffer
 
 MOST_STEPS: Final = 10
@@ -42,205 +28,8 @@ FEW: Final = 6
 FORGETS: Final = (1, 4, 16)
 """After this many repetitions of a loop, states that it had before are no longer looked for."""
 
-LONGEST_PERIOD: Final = 3
-"""The growth of the peaks may be constant for every micro-batch, every second, or every third."""
-
 MANY: Final = 1000
 """Steps between equal states for which all ages of blocks compare the same: more make no difference."""
-
-MOST_EVENTS: Final = 500_000
-"""Events of the longest step that is replayed in full if the growth is not constant; others are shortened."""
-
-
-MOST_REPLAYED: Final = 50_000_000
-"""The most events of a step that is replayed in full: about a minute for each of up to ten steps."""
-
-MOST_CORRECTED: Final = 2_000_000
-"""The most events of a step that is replayed in full because peaks of shorter programs contradict it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorProgram:
-    """The allocations and frees of one rank: `setup`, then, with an empty cache and new peaks, steps.
-
-    Between steps everything that the step has left allocated is freed (gradients), except optimizer state and
-    what is `kept`. Of what `first_step` leaves, only what `step` leaves too is freed, so that zeroed
-    gradients stay.
-
-    Attributes whose meaning their name does not tell:
-        received: receive buffers and how many of each, allocated after the setup and never freed.
-        start: what comes after them, before the first step.
-        second: events between the first step and the second.
-        states: the optimizer's, allocated in the first step before the stretch called `update_name`.
-        beside: groups of buffers; the first allocation of one of a group also allocates the buffer beside it.
-        oldest_first: buffers of which the oldest block is freed first.
-        handed_on: buffers that stand for the input and the output of equal blocks: a block frees its input
-            after it has allocated its output, unless it has made its input itself (what is computed between
-            two blocks is the second one's).
-        handed_over: for a receive buffer that a pass frees, the buffer that replaces it under its name.
-        takes_oldest: of equal free blocks the allocator takes the one made first, as in torch 2.12.
-        streams: the stream of each buffer that is not on the default stream.
-    """
-
-    setup: tuple[Event, ...]
-    step: Stretch
-    received: Sequence[tuple[Buffer, int]] = ()
-    start: tuple[Event, ...] = ()
-    first_step: Stretch | None = None
-    second: tuple[Event, ...] = ()
-    kept: Alive = field(default_factory=Counter)
-    states: tuple[Buffer, ...] = ()
-    update_name: str = ""
-    beside: Sequence[tuple[frozenset[Buffer], Buffer]] = ()
-    oldest_first: frozenset[Buffer] = frozenset()
-    handed_on: frozenset[Buffer] = frozenset()
-    handed_over: Mapping[Buffer, Buffer] = field(default_factory=dict)
-    takes_oldest: bool = False
-    streams: Mapping[Buffer, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """The peaks of the replayed steps.
-
-    `settled`: further steps and micro-batches would not change them, since the allocator's state recurs, or
-    since the growth with the number of micro-batches is constant.
-
-    `allocated_bytes` is what `torch.cuda.max_memory_allocated` counts: whole blocks, with the up to 1 MiB of
-    each that is not split off; `rest_bytes` what `torch.cuda.memory_allocated` counts between steps, None
-    where steps were left out. `after_step` has the peaks of allocated and of reserved bytes after each step.
-    `tried_bytes`: what was reserved when waiting for a recurring state was given up (None: never); a
-    limit of at least that changes nothing until then. `setup`: the peaks of both before the first step.
-    `free_after`: the free blocks after each loop of
-    each step that leaves tensors allocated.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-    n_retries: int
-    settled: bool
-    after_step: tuple[tuple[int, int], ...]
-    setup: tuple[int, int] = (0, 0)
-    rest_bytes: int | None = field(default=None, compare=False)
-    tried_bytes: int | None = field(default=None, repr=False, compare=False)
-    free_after: tuple[tuple[FreeSizes, ...], ...] = field(default=(), repr=False, compare=False)
-
-    @property
-    def n_steps(self) -> int:
-        """Steps that were replayed."""
-        return len(self.after_step)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """An allocator's settings and its limits: the driver's memory, and the process' share of it."""
-
-    config: AllocatorConfig = DEFAULTS
-    limit_bytes: int | None = None
-    allowed_bytes: int | None = None
-
-    def allocator(self, *, takes_oldest: bool = False) -> CachingAllocator:
-        """A new allocator with these settings and limits."""
-        return CachingAllocator(
-            self.config,
-            limit_bytes=self.limit_bytes,
-            allowed_bytes=self.allowed_bytes,
-            takes_oldest=takes_oldest,
-        )
-
-    @property
-    def bound_bytes(self) -> int | None:
-        """The smaller of the two limits; None without any."""
-        limits = [limit for limit in (self.limit_bytes, self.allowed_bytes) if limit is not None]
-        return min(limits, default=None)
-
-    def less(self, n_bytes: int) -> "Memory":
-        """The same settings with limits that are smaller by `n_bytes`."""
-        limit, allowed = (None if n is None else n - n_bytes for n in (self.limit_bytes, self.allowed_bytes))
-        return replace(self, limit_bytes=limit, allowed_bytes=allowed)
-
-    def keeps_all(self, reserved_bytes: int) -> bool:
-        """Whether the allocator can reserve so many bytes without giving any back to the driver."""
-        collects_above = self.allocator().collects_above_bytes
-        limits = [limit for limit in (self.bound_bytes, collects_above) if limit is not None]
-        return reserved_bytes <= min(limits, default=reserved_bytes)
-
-
-UNLIMITED: Final = Memory()
-
-
-def replayed(
-    program: AllocatorProgram, memory: Memory = UNLIMITED, *, unlimited: Replayed | None = None
-) -> Replayed:
-    """The peaks of a program's steps, replayed until a step leaves the allocator's state unchanged.
-
-    `unlimited`: the result for the same program and settings without limits, where it is known.
-
-    Raises:
-        OutOfMemory: if the limits are too low.
-        InvalidValue: if the whole step would have to be replayed and has too many events.
-    """
-    left_out = _most_repeats(program.step) - FEW
-    if left_out < 3 * FEW:
-        return _replayed(program, memory)
-    reached = None if memory != UNLIMITED or program.takes_oldest else _Reached()
-    tried_bytes = None if unlimited is None else unlimited.tried_bytes
-    if tried_bytes is None or not memory.keeps_all(tried_bytes):
-        try:
-            return _replayed(program, memory, 2 * FEW, reached)
-        except _NotRecurring as given_up:
-            tried_bytes = given_up.reserved_bytes
-    found = unlimited or _extrapolated(program, left_out, memory.config, reached)
-    n_events = _n_events(program.step)
-    too_long = n_events > MOST_EVENTS
-    trusted = found is None or _is_possible(found, program)
-    if found is not None and trusted and (found.settled or too_long):
-        if memory.keeps_all(found.reserved_bytes):
-            return replace(found, tried_bytes=tried_bytes)
-        bound_bytes = memory.bound_bytes
-        if bound_bytes is not None and found.allocated_bytes > bound_bytes:
-            raise OutOfMemory(
-                f"{found.allocated_bytes} bytes are in use at once, limit_bytes={bound_bytes}; "
-                "use a smaller plan."
-            )
-    shorter = _shortened(program, memory, left_out) if too_long and trusted else None
-    trusted = trusted and (shorter is None or _is_possible(shorter, program))
-    if shorter is not None and trusted:
-        return shorter
-    most_events = MOST_REPLAYED if trusted else MOST_CORRECTED
-    if n_events > most_events:
-        raise InvalidValue(
-            f"what the allocator reserves is not known: the {n_events:,} allocations and computations of a "
-            f"step neither repeat nor grow evenly, and at most {most_events:,} are replayed one by one; "
-            "use fewer micro-batches: a smaller global_batch, or a larger micro_batch."
-        )
-    return _replayed(program, memory)
-
-
-def _is_possible(found: Replayed, program: AllocatorProgram) -> bool:
-    """Whether peaks of shorter programs contradict neither each other nor the step's tensors."""
-    return program.step.high_bytes <= found.allocated_bytes <= found.reserved_bytes
-
-
-def _shortened(program: AllocatorProgram, memory: Memory, left_out: int) -> Replayed | None:
-    """The peaks within limits, replayed without `left_out` of the micro-batches.
-
-    The bytes that these leave allocated are taken off the limits and added to the peaks. None if the program
-    cannot be shortened.
-    """
-    fewer = _without(program, left_out)
-    if fewer is None:
-        return None
-    left: Alive = Counter()
-    _leave_out(program.step, left_out, left)
-    left_bytes = sum(n * rounded_bytes(buffer.n_bytes) for buffer, n in left.items())
-    found = _replayed(fewer, memory.less(left_bytes))
-    return replace(
-        found,
-        allocated_bytes=found.allocated_bytes + left_bytes,
-        reserved_bytes=found.reserved_bytes + left_bytes,
-        after_step=tuple([(a + left_bytes, r + left_bytes) for a, r in found.after_step]),
-    )
 
 
 class _State(NamedTuple):
@@ -255,7 +44,7 @@ class _State(NamedTuple):
         return hash((self.key, None if self.moment is None else self.moment.order))
 
 
-class _NotRecurring(Exception):
+class NotRecurring(Exception):
     """No state of the allocator has recurred within the given number of micro-batches."""
 
     def __init__(self, reserved_bytes: int) -> None:
@@ -263,17 +52,17 @@ class _NotRecurring(Exception):
         self.reserved_bytes = reserved_bytes
 
 
-def _replayed(
+def replayed_steps(
     program: AllocatorProgram,
     memory: Memory,
     patience: int | None = None,
-    reached: "_Reached | None" = None,
+    reached: "Reached | None" = None,
 ) -> Replayed:
     """The peaks of a program, replayed in full but for repetitions between equal states.
 
     Raises:
         OutOfMemory: if the limits are too low.
-        _NotRecurring: if no state recurs within `patience` micro-batches.
+        NotRecurring: if no state recurs within `patience` micro-batches.
     """
     allocator = memory.allocator(takes_oldest=program.takes_oldest)
     replay = _Replay(program, allocator, patience, reached)
@@ -308,134 +97,9 @@ def _replayed(
     )
 
 
-def _extrapolated(
-    program: AllocatorProgram, left_out: int, config: AllocatorConfig, reached: "_Reached | None"
-) -> Replayed | None:
-    """The peaks extrapolated from three shorter programs; None if the program cannot be shortened.
-
-    The longest goes first: on its way it reaches states of the others.
-    """
-
-    @cache
-    def without(n: int) -> Replayed | None:
-        fewer = _without(program, n)
-        return None if fewer is None else _replayed(fewer, Memory(config=config), reached=reached)
-
-    for period in range(1, LONGEST_PERIOD + 1):
-        shortest = left_out - left_out % period
-        if not _grows_evenly(program, shortest, period):
-            return None
-        three = [without(shortest - i * period) for i in (2, 1, 0)]
-        found = _along(three[::-1], shortest // period)
-        if found is None or found.settled:
-            return found
-    return found
-
-
-def _grows_evenly(program: AllocatorProgram, left_out: int, period: int) -> bool:
-    """Whether the step's peak of tensors grows with micro-batches as it does in the shorter programs.
-
-    It does not where the worst instant of few micro-batches is another one than that of many.
-    """
-    shorter = _without(program, left_out), _without(program, left_out - period)
-    if None in shorter:
-        return True
-    first, second = (one.step.high_bytes for one in shorter if one is not None)
-    return program.step.high_bytes == first + left_out // period * (second - first)
-
-
-def _along(three: Sequence[Replayed | None], times: int) -> Replayed | None:
-    """The first result's peaks plus `times` their growth; settled if both growths are equal.
-
-    Where reserved bytes grow less than allocated ones, later micro-batches reserve more.
-
-    `three`: the results of the shortest program, and of those with one and two periods of micro-batches more.
-    """
-    steps = [() if one is None else one.after_step for one in three]
-    if not all(steps):
-        return None
-    n_steps = max(map(len, steps))
-    first, second, third = ([*step, *[step[-1]] * (n_steps - len(step))] for step in steps)
-    grown = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(first, second, strict=True)]
-    again = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(second, third, strict=True)]
-    after = tuple([(a[0] + times * g[0], a[1] + times * g[1]) for a, g in zip(first, grown, strict=True)])
-    return Replayed(
-        allocated_bytes=after[-1][0],
-        reserved_bytes=after[-1][1],
-        n_retries=0,
-        settled=grown == again
-        and all(reserved >= allocated for allocated, reserved in grown)
-        and all(one is not None and one.settled for one in three)
-        and _frees_grow_evenly([one for one in three if one is not None]),
-        after_step=after,
-        setup=next(one.setup for one in three if one is not None),
-    )
-
-
-def _frees_grow_evenly(three: Sequence[Replayed]) -> bool:
-    """Whether the number of free blocks of each size grows equally twice, after every loop of every step.
-
-    Otherwise segments are being filled, and three results do not tell how many micro-batches fill one.
-    """
-    n_steps = max(len(one.free_after) for one in three)
-    steps = ([*one.free_after, *one.free_after[-1:] * (n_steps - len(one.free_after))] for one in three)
-    loops = [loop for step in zip(*steps, strict=True) for loop in zip(*step, strict=True)]
-    counts = ([Counter(dict(found)) for found in loop] for loop in loops)
-    return all(c[size] - b[size] == b[size] - a[size] for a, b, c in counts for size in {*a, *b, *c})
-
-
-def _n_events(stretch: Stretch) -> int:
+def count_events(stretch: Stretch) -> int:
     """The events of a stretch, every repetition counted."""
-    return stretch.repeats * (len(stretch.events) + sum(map(_n_events, stretch.parts)))
-
-
-def _most_repeats(stretch: Stretch) -> int:
-    """The repetitions of the longest loop over micro-batches."""
-    if stretch.stage_pass is not None or not stretch.has_passes:
-        return 0
-    return max(stretch.repeats, *map(_most_repeats, stretch.parts))
-
-
-def _without(program: AllocatorProgram, n: int) -> AllocatorProgram | None:
-    """The program with `n` micro-batches fewer in its loops; None if others free what these allocate."""
-    steps = [program.step] if program.first_step is None else [program.step, program.first_step]
-    shorter = []
-    for step in steps:
-        left_out: Alive = Counter()
-        _leave_out(step, n, left_out)
-        kept = Counter({buffer: m - left_out[buffer] for buffer, m in program.kept.items()})
-        shorter.append(_shorter(step, n, left_out))
-        if any(left_out.values()):
-            return None
-    first_step = None if program.first_step is None else shorter[1]
-    return replace(program, step=shorter[0], first_step=first_step, kept=kept)
-
-
-def _leave_out(stretch: Stretch, n: int, left_out: Alive) -> None:
-    """Add the buffers that `n` repetitions of a step's passes leave allocated."""
-    if stretch.stage_pass is None and stretch.has_passes:
-        for part in stretch.parts:
-            if stretch.repeats > n:
-                add_net(part, left_out, n)
-            _leave_out(part, n, left_out)
-
-
-def _shorter(stretch: Stretch, n: int, left_out: Alive) -> Stretch:
-    """A step without `n` repetitions of its passes, and without the frees of the buffers that these leave."""
-    if stretch.stage_pass is not None or not stretch.parts:
-        return stretch
-    repeats = stretch.repeats
-    if stretch.has_passes:
-        repeats -= n if repeats > n else 0
-    elif repeats > 1:
-        freed = {event.buffer for part in stretch.parts for event in changes(part.events)}
-        repeats -= max([left_out[buffer] for buffer in freed], default=0)
-        for buffer in freed:
-            left_out[buffer] -= stretch.repeats - repeats
-    parts = [_shorter(part, n, left_out) for part in stretch.parts]
-    return (
-        repeated(chain(stretch.name, *parts), repeats) if stretch.repeats > 1 else chain(stretch.name, *parts)
-    )
+    return stretch.repeats * (len(stretch.events) + sum(map(count_events, stretch.parts)))
 
 
 SPLIT: Final = {"backward-input": 1, "backward-weight": 2}
@@ -447,9 +111,9 @@ MicroBatch = tuple[int, int, int]
 OUTSIDE: Final[MicroBatch] = (-1, 0, 0)
 """The key of blocks that no pass has allocated."""
 
-
 WITHOUT_REFERENCES: Final = 2
 """The form of `marshal.dumps` in which equal values are equal bytes."""
+
 
 _Operation = tuple[Pool, int, int, Buffer | None]
 """A pool; the bytes of an allocation, negative for a free; an index; the buffer.
@@ -471,7 +135,7 @@ def _changed(*stretches: Stretch) -> set[Buffer]:
     return found
 
 
-class _Reached:
+class Reached:
     """States that replays have reached, of programs that differ only in how often loops are repeated.
 
     Attributes:
@@ -504,7 +168,7 @@ class _Replay:
         program: AllocatorProgram,
         allocator: CachingAllocator,
         patience: int | None = None,
-        reached: _Reached | None = None,
+        reached: Reached | None = None,
     ) -> None:
         self.program, self.patience, self.reached = program, patience, reached
         self.allocator = allocator
@@ -604,7 +268,7 @@ class _Replay:
         if part.repeats > 1 and part.has_passes and part.net_bytes > 0:
             self.free_after.append(self.allocator.free_sizes())
 
-    def _skipped(self, reached: _Reached, so_far: tuple[Any, ...]) -> int:
+    def _skipped(self, reached: Reached, so_far: tuple[Any, ...]) -> int:
         """Restore the state after the last loop reached before; the number of parts up to there."""
         for i in reversed(range(2, len(so_far))):
             if so_far[i][0] >= FEW and so_far[: i + 1] in reached.states:
@@ -735,7 +399,7 @@ class _Replay:
                         continue
                 seen[state.key] = i, state
             if n_played == self.patience and stretch.stage_pass is None and stretch.has_passes:
-                raise _NotRecurring(self.allocator.peak_reserved_bytes)
+                raise NotRecurring(self.allocator.peak_reserved_bytes)
             ages.next_repetition()
             self._once(stretch)
             i, n_played = i + 1, n_played + 1
@@ -747,7 +411,7 @@ class _Replay:
         """
         if stretch.repeats <= 2 or stretch.net_bytes:
             return False
-        return stretch.has_passes or _n_events(stretch) > sum(map(len, self.held.values()))
+        return stretch.has_passes or count_events(stretch) > sum(map(len, self.held.values()))
 
     def repeated(self, before: _State, now: _State, most: int) -> tuple[int, _State]:
         """Leave out up to `most` repetitions between equal states; how many, and the state after them."""

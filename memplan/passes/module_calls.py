@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar, final
 
-from memplan.engines.trace import Segment
+from memplan.passes.trace import Segment
 from memplan.record import ModuleHook
 from memplan.shapes import Parameter
 

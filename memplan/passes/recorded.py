@@ -6,11 +6,10 @@ from functools import lru_cache
 from itertools import accumulate, chain, islice
 from typing import Final, cast
 
-from memplan.engines.trace import EMPTY, Block, BlockKind, Segment, Trace, joined, places_in, without
 from memplan.errors import MissingRule
 from memplan.kernels import FREES_WORKSPACES
 from memplan.models.base import BLOCKS
-from memplan.models.traced import (
+from memplan.models.recording import (
     DTYPES,
     MODULE,
     SUFFIXES,
@@ -19,7 +18,6 @@ from memplan.models.traced import (
     Ends,
     Recording,
     TracedEvent,
-    TracedModel,
     TracedTensor,
     buffer_at,
     called_kinds,
@@ -27,8 +25,10 @@ from memplan.models.traced import (
     shape_at,
     size_at,
 )
+from memplan.models.traced import TracedModel
 from memplan.models.workspaces import Asked
 from memplan.ops.kernel_calls import kernel_events
+from memplan.passes.trace import EMPTY, Block, BlockKind, Segment, Trace, joined, places_in, without
 from memplan.plan import Recompute
 from memplan.record import (
     AccumulateGrad,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from memplan.engines.trace import Block, Segment
+from memplan.passes.trace import Block, Segment
 from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free
 from memplan.shapes import Buffer
 

@@ -6,14 +6,14 @@ from functools import cached_property
 from typing import TypeVar
 
 from memplan.device import Device
-from memplan.engines.module_calls import Part
-from memplan.engines.recorded import recorded
-from memplan.engines.split import BlockRuns, SplitTrace, split_traced
-from memplan.engines.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, Release, product_workspace_bytes
 from memplan.models import Layers, Model, TracedModel
 from memplan.models.base import Role as BlockRole
 from memplan.offload_activations import MOST_STASHED
+from memplan.passes.module_calls import Part
+from memplan.passes.recorded import recorded
+from memplan.passes.split import BlockRuns, SplitTrace, split_traced
+from memplan.passes.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.plan import Plan
 from memplan.record import Event, Free, allocs, frees
 from memplan.shapes import INT64, UINT8, Buffer, DType, Parameter, Role, buffer_of

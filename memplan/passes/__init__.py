@@ -1,0 +1,1 @@
+"""One micro-batch through a pipeline stage, forward and backward: of a family, or of a traced module."""
