@@ -287,8 +287,8 @@ def _traced(
         )
     if not runs:
         raise InvalidValue(
-            f"precisions={shown_value(precisions)} run under autocast, which is not traced of compiled blocks "
-            "and of experts over expert-parallel ranks; use 'bf16-mixed' or 'bf16'."
+            f"precisions={shown_value(precisions)} run under autocast, which is not traced of compiled "
+            "blocks and of experts over expert-parallel ranks; use 'bf16-mixed' or 'bf16'."
         )
     shapes = Shapes(CudaTensors() if (plays_cuda := runs_on == CUDA and not executed) else None)
     why, kind = "", {"any_length": any_length, "zero3": zero3, "experts_within": experts_within}
