@@ -27,6 +27,7 @@ from memplan.models.parameters import parameter_count
 from memplan.plan import Rank
 from memplan.record import Collective, Compute, ComputeKind, Event, Stretch
 from memplan.replay.peaks import replayed
+from memplan.replay.program import Replayed
 from memplan.shapes import BF16, Parameter
 from tests.readme import ROOT
 from validate.published import megatron_ci, megatron_times, nemo_times
@@ -359,6 +360,12 @@ Counts of tokens, which are values, were written as even ones.
 SHORT = {
     **{f"ep{n}": f"--expert-model-parallel-size {n}" for n in (2, 4, 8)},
     "tp2": "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    "pp2": "--pipeline-model-parallel-size 2",
+    "pp4": "--pipeline-model-parallel-size 4",
+    "gbs64": "--global-batch-size 64",
+    "vp1": "--num-layers-per-virtual-pipeline-stage 1",
+    "mtp": "--mtp-num-layers 1",
+    "block": "--recompute-method block --recompute-num-layers 2",
     **{
         name: f"--fp8-format hybrid --fp8-recipe {name}"
         for name in ("delayed", "tensorwise", "blockwise", "mxfp8")
@@ -366,19 +373,61 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("line, name, more, rest_bytes, peak_bytes", NOGPU_EXPERTS)
-def test_nogpus_bytes_of_experts_and_latent_attention(line, name, more, rest_bytes, peak_bytes):
-    """What is off is what PyTorch's allocator leaves of blocks."""
+def replay_of(
+    line: str, name: str, more: str, *, world_size: int = 8, pp_rank: int | None = None
+) -> Replayed:
+    """The last rank of a place in the pipeline, usually of the last one."""
     asked = " ".join(SHORT.get(word, word) for word in more.split())
     found = read(f"{line} {asked}", "megatron").keywords
     model, one = found.pop("model"), memplan.gpu(name)
-    dp = 8 // found["tp"]
+    dp = world_size // (found["tp"] * found["pp"])
     plan = plan_of(**found, dp=dp, cublas_workspace_config=":4096:8")
     device = Device("cuda", one.capability, one.multiprocessors, name=one.name)
     check_plan(model, plan, device)
-    last = Rank(dp=dp - 1, tp=plan.tp - 1)
-    replay = replayed(ENGINES.named("megatron").play_rank(model, plan, last, device, None).program())
+    last = Rank(dp=dp - 1, tp=plan.tp - 1, pp=plan.pp - 1 if pp_rank is None else pp_rank)
+    return replayed(ENGINES.named("megatron").play_rank(model, plan, last, device, None).program())
+
+
+@pytest.mark.parametrize("line, name, more, rest_bytes, peak_bytes", NOGPU_EXPERTS)
+def test_nogpus_bytes_of_experts_and_latent_attention(line, name, more, rest_bytes, peak_bytes):
+    """What is off is what PyTorch's allocator leaves of blocks."""
+    replay = replay_of(line, name, more)
     assert replay.rest_bytes == pytest.approx(rest_bytes, rel=1e-3)
+    assert replay.allocated_bytes == pytest.approx(peak_bytes, rel=1e-3)
+
+
+SMALL_MIXTRAL = MIXTRAL.replace("num-layers 2", "num-layers 8").replace("14336 --num-att", "4096 --num-att")
+SMALL_MIXTRAL = SMALL_MIXTRAL.replace("14336", "1024")
+"""Eight layers with small experts, so that what is held of each layer counts."""
+
+SMALL_DEEPSEEK = (
+    DEEPSEEK_V3.replace("num-layers 3", "num-layers 6").replace("[0]*1+[1]*2", "[0]*2+[1]*4")
+    .replace("hidden-size 7168", "hidden-size 2048").replace("18432", "4096")
+    .replace("experts 32", "experts 16")
+)  # fmt: skip
+
+NOGPU_RECOMPUTED = [
+    (SMALL_MIXTRAL, "", 8, 0, 5_251_654_656, 5_772_851_200),
+    (SMALL_MIXTRAL, "pp2", 16, 0, 2_729_666_560, 3_452_220_416),
+    (SMALL_MIXTRAL, "pp2", 16, 1, 2_835_110_912, 3_339_496_960),
+    (SMALL_MIXTRAL, "pp4 gbs64", 32, 1, 1_529_776_128, 2_185_156_096),
+    (SMALL_MIXTRAL, "pp4 gbs64 vp1", 32, 1, 1_565_428_224, 2_321_474_048),
+    (SMALL_MIXTRAL, "pp4 gbs64 vp1", 32, 3, 1_652_491_776, 2_442_092_032),
+    (SMALL_DEEPSEEK, "", 8, 0, 7_389_464_064, 9_339_558_400),
+    (SMALL_DEEPSEEK, "mtp", 8, 0, 8_764_148_224, 10_739_490_304),
+    (SMALL_DEEPSEEK, "pp2 block", 16, 1, 4_268_925_952, 6_193_869_312),
+]
+"""The same with layers recomputed, in bfloat16 and EP8: ranks of the world, and the place in the pipeline."""
+
+
+@pytest.mark.parametrize("line, more, world_size, pp_rank, rest_bytes, peak_bytes", NOGPU_RECOMPUTED)
+def test_dispatchers_hold_inputs_of_recomputed_layers(
+    line, more, world_size, pp_rank, rest_bytes, peak_bytes
+):
+    asked = f"ep8 --recompute-granularity full --recompute-num-layers 1 {more}"
+    asked += "" if "block" in more else " --recompute-method uniform"
+    replay = replay_of(line, "h100-sxm", asked, world_size=world_size, pp_rank=pp_rank)
+    assert replay.rest_bytes == pytest.approx(rest_bytes, rel=2e-3)
     assert replay.allocated_bytes == pytest.approx(peak_bytes, rel=1e-3)
 
 

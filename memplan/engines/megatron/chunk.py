@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 
 from memplan.device import Device
+from memplan.engines.megatron.dispatcher import held, let_go, summed_apart
 from memplan.engines.megatron.options import OLD_CONTAINER, megatron_options
 from memplan.engines.megatron.overlap import Piece
 from memplan.models import Model
@@ -18,12 +20,13 @@ from memplan.models.megatron import (
     gpt_model,
     kept_by_dispatcher,
 )
-from memplan.passes.backward import added_to_older, backward_order, from_outside
+from memplan.passes.backward import added_to_older, backward_order
 from memplan.passes.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
 from memplan.plan import Plan
 from memplan.record import (
     COMPUTE,
     SENDS,
+    Alloc,
     Collective,
     CollectiveKind,
     Event,
@@ -246,16 +249,56 @@ class ModelChunk:
         )
 
     @cached_property
+    def _held(self) -> list[tuple[Buffer, ...]]:
+        """What the dispatcher of each layer holds between its passes: its input, and the input's gradient.
+
+        The schedule frees what the stage has received, and a copy of its gradient.
+        """
+        of_layers = [
+            kind.recompute == "full" and kind.kind in WITH_EXPERTS for kind, n in self.runs for _ in range(n)
+        ]
+        own = self.trace.boundary, self.trace.boundary_grad
+        return [own[not (i or self.first) :] if holds else () for i, holds in enumerate(of_layers)]
+
+    @property
+    def _holds(self) -> bool:
+        return any(self._held) or bool(self._held_of_mtp)
+
+    @property
+    def holds_received(self) -> bool:
+        """Whether the first layer's dispatcher holds what the stage has received."""
+        return not self.first and bool(self._held and self._held[0])
+
+    @property
+    def _held_of_mtp(self) -> tuple[Buffer, ...]:
+        """The same of multi-token prediction, whose layers are called with two tensors."""
+        config, own = self.model.config, (self.trace.boundary, self.trace.boundary_grad)
+        return own * 2 * self.n_predicted if self.model.moe and config.recomputes_mtp else ()
+
+    @cached_property
     def forward(self) -> Stretch:
-        """The forward pass, up to the loss on the last stage."""
+        """The forward pass, up to the loss on the last stage; dispatchers let go of what they hold."""
+        return self._forward(lets_go=True)
+
+    @cached_property
+    def forward_of_more(self) -> Stretch:
+        """The forward pass where no backward pass has come since the last one: dispatchers hold nothing."""
+        return self._forward(lets_go=False) if self._holds else self.forward
+
+    def _forward(self, *, lets_go: bool) -> Stretch:
         trace = self.trace
         dropped = [one for one in self.batch if one not in self.kept_batch]
-        layers = [repeated(segment.stretch("forward: layer"), n) for segment, n in self._forward_order()]
+        order = [segment for segment, n in self._forward_order() for _ in range(n)]
+        layers = []
+        for (segment, own), same in groupby(zip(order, self._held, strict=False)):
+            found = let_go(segment.events, own) if own and lets_go else segment.events
+            layers.append(repeated(events("forward: layer", found), len(list(same))))
         return chain(
             "forward",
             events("forward: batch", self._loaded()),
             trace.embed.stretch("forward: embedding"),
             *layers,
+            *self._of_mtp(frees) * lets_go,
             *[trace.head.stretch("forward: head"), trace.loss.stretch("loss")] * self.last,
             trace.end_of_forward.stretch("forward: end"),
             events("forward: end of the batch", [*frees(*dropped), *allocs(*[self.report] * self.last)]),
@@ -295,30 +338,48 @@ class ModelChunk:
         return self._backward(added_to_older)
 
     @cached_property
+    def backward_of_more(self) -> Stretch:
+        """The backward pass right after another one, of which dispatchers hold what is let go of."""
+        return self._backward(added_to_older, lets_go=True) if self._holds else self.backward
+
+    @cached_property
     def first_backward(self) -> Stretch:
         """The backward pass where no gradient is there yet: each new one stays, as a weight's `grad`."""
         return self._backward(lambda segment: segment.events)
 
-    def _backward(self, played: Callable[[Segment], tuple[Event, ...]]) -> Stretch:
-        trace = self.trace
+    def _backward(self, played: Callable[[Segment], tuple[Event, ...]], *, lets_go: bool = False) -> Stretch:
+        trace, embedding = self.trace, played(self.trace.embed_backward)
+        if self.first and self._held and self._held[0]:
+            embedding = held(embedding, trace.boundary_grad)
         return chain(
             "backward",
+            *self._of_mtp(frees) * lets_go,
             events("backward: loss and head", played(trace.head_backward)),
-            *self._layers_backward(played),
-            events("backward: embedding", played(trace.embed_backward)),
+            *self._of_mtp(allocs),
+            *self._layers_backward(played, lets_go=lets_go),
+            events("backward: embedding", embedding),
             *[trace.end_of_backward.stretch("backward: end"), trace.release_loss.stretch("backward: loss")]
             * self.last,
             events("backward: end of the batch", frees(*self.kept_batch)),
         )
 
-    def _layers_backward(self, played: Callable[[Segment], tuple[Event, ...]]) -> Iterator[Stretch]:
-        outside = not self.last
-        for segment, n in backward_order(self.blocks):
-            body: Sequence[Event] = played(segment)
-            if outside:
-                body = from_outside(body, self.trace.boundary_grad)
-            yield repeated(events("backward: layer", body), n)
-            outside = False
+    def _layers_backward(
+        self, played: Callable[[Segment], tuple[Event, ...]], *, lets_go: bool
+    ) -> Iterator[Stretch]:
+        boundary, grad = self.trace.boundary, self.trace.boundary_grad
+        order = [segment for segment, n in backward_order(self.blocks) for _ in range(n)]
+        kept = [not self.last, *map(bool, self._held[:0:-1])]  # the output's gradient, by others
+        for (segment, own, is_kept), same in groupby(zip(order, self._held[::-1], kept, strict=False)):
+            body = summed_apart(played(segment), grad) if is_kept else played(segment)
+            body = held(body, boundary) if own else body
+            body = let_go(body, own) if own and lets_go else body
+            body = (*body, Alloc(grad)) if own == (grad,) else body
+            yield repeated(events("backward: layer", body), len(list(same)))
+
+    def _of_mtp(self, changed: Callable[..., Sequence[Event]]) -> list[Stretch]:
+        """Allocations or frees of what multi-token prediction's dispatchers hold."""
+        held_by = self._held_of_mtp
+        return [events("held of multi-token prediction", changed(*held_by))] if held_by else []
 
     @property
     def kept_by_dispatchers(self) -> Iterator[Buffer]:
@@ -332,7 +393,7 @@ class ModelChunk:
     def pieces(self, of: Stretch) -> list[Piece]:
         """A pass layer by layer, with each part's weights; a tied head's are the embedding's."""
         layers = [block.parameters for block, n in self.blocks for _ in range(n)]
-        of_layers = iter(layers if of is self.forward else layers[::-1])
+        of_layers = iter(layers if of.name == "forward" else layers[::-1])
         embedding = self.trace.embed_parameters
         head = [p for p in self.trace.head_parameters if p not in embedding]
         of_ends = {"embedding": embedding, "head": head}
@@ -352,8 +413,10 @@ class ModelChunk:
 
     @property
     def left_behind(self) -> Counter[Buffer]:
-        """What a step leaves: the last input, which the decoder refers to, and its gradient.
+        """What a step leaves: the last input, which the decoder has, its gradient, and what dispatchers hold.
 
         Source: megatron.core.transformer.transformer_block:TransformerBlock.set_input_tensor.
         """
-        return Counter(() if self.first else (self.input, self.input_grad))
+        of_schedule = () if self.first else (self.input, self.input_grad)
+        of_dispatchers = [buffer for own in (*self._held, self._held_of_mtp) for buffer in own]
+        return Counter([*of_schedule, *of_dispatchers])

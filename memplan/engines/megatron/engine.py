@@ -419,12 +419,14 @@ class MegatronRank:
         ]
         if options.overlap_grad_reduce and own:
             reduced = [(part, self._reduced(states, part.buckets, GRADIENTS)) for part, states in own]
-            beside = reducing(chunk.pieces(chunk.backward), reduced)
-            passes = replaced(passes, local, "backward", chunk.backward, beside)
+            for old in dict.fromkeys([chunk.backward, chunk.backward_of_more]):
+                beside = reducing(chunk.pieces(old), reduced)
+                passes = replaced(passes, local, "backward", old, beside)
         if options.overlap_param_gather and own:
             gathered = [(part, self._gathered(states, part.buckets, WEIGHTS)) for part, states in own]
-            beside = gathering(chunk.pieces(chunk.forward), gathered)
-            passes = replaced(passes, local, "forward", chunk.forward, beside)
+            for old in dict.fromkeys([chunk.forward, chunk.forward_of_more]):
+                beside = gathering(chunk.pieces(old), gathered)
+                passes = replaced(passes, local, "forward", old, beside)
         return passes
 
     def _reduced(

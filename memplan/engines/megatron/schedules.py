@@ -39,7 +39,7 @@ def forward_backward(
     of_last = [(*[chunk.report] * m, *chunk.deferred * n_deferred) for chunk in chunks if chunk.last]
     ends = events("end of the schedule", frees(NUM_TOKENS, *[one for each in of_last for one in each]))
     if plan.pp == 1:
-        return [begins, *_no_pipelining(chunks[0], plan.n_micro_batches), ends]
+        return [begins, *_no_pipelining(chunks[0], plan.n_micro_batches, first_step=first_step), ends]
     order = plan.pipeline_schedule.order(plan.pp, pp_rank, plan.virtual_stages, plan.n_micro_batches)
     if plan.virtual_stages == 1:
         alone = _OneForwardOneBackward(chunks, first_step=first_step, n_deferred=n_deferred)
@@ -49,12 +49,13 @@ def forward_backward(
     return [begins, *played.run(order), ends]
 
 
-def _no_pipelining(chunk: ModelChunk, m: int) -> list[Stretch]:
+def _no_pipelining(chunk: ModelChunk, m: int, *, first_step: bool) -> list[Stretch]:
     """The micro-batches in turn; variables of the loop keep the last one's loss and tokens."""
     kept = events("variables of the schedule", allocs(*[LOSS, LOSS] * (m > 1)))
     forward, backward = passed(0, "forward", chunk.forward), passed(0, "backward", chunk.backward)
     others = repeated(chain("micro-batch", forward, backward), m - 1)
-    return [forward, kept, backward, others, events("end of the variables", frees(*[LOSS, LOSS] * (m > 1)))]
+    first = passed(0, "forward", chunk.forward_of_more) if first_step else forward
+    return [first, kept, backward, others, events("end of the variables", frees(*[LOSS, LOSS] * (m > 1)))]
 
 
 class _Input(NamedTuple):
@@ -73,6 +74,8 @@ class _References:
         self.counts: Counter[_Input] = Counter()
         self.graded: set[_Input] = set()
         """The inputs that are alive, with a gradient."""
+        self.dispatchers: dict[int, _Input] = {}
+        """The input whose bytes, not whose gradient, the dispatcher of a chunk's first layer holds."""
         self.sent: _Input | None = None
         """The input whose gradient was sent last."""
 
@@ -90,10 +93,19 @@ class _References:
         self.counts[target] -= 1
         if not self.counts[target]:
             del self.counts[target]
-            yield from frees(self.chunks[target.local].input)
+            if target not in self.dispatchers.values():
+                yield from frees(self.chunks[target.local].input)
             if target in self.graded and target != self.sent:
                 yield from frees(self.chunks[target.local].input_grad)
             self.graded.discard(target)
+
+    def hold(self, local: int, target: _Input | None) -> Iterator[Event]:
+        """Let the dispatcher of a chunk's first layer hold another input, or none."""
+        before = self.dispatchers.pop(local, None)
+        if target is not None:
+            self.dispatchers[local] = target
+        if before is not None and before not in self.counts:
+            yield from frees(self.chunks[local].input)
 
     def send(self, target: _Input | None) -> Iterator[Event]:
         """Let the schedule's variable refer to the gradient of another input."""
@@ -111,6 +123,7 @@ class _References:
 
         return (
             *[(name, seen(target)) for name, target in sorted(self.variables.items())],
+            *[seen(target) for _, target in sorted(self.dispatchers.items())],
             frozenset(map(seen, self.graded)), seen(self.sent),
         )  # fmt: skip
 
@@ -127,6 +140,8 @@ class _OneForwardOneBackward:
         self.made: dict[tuple[Any, ...], Stretch] = {}
         self.forwards = [0] * len(chunks)
         self.went_back = False
+        self.holds = [not first_step for _ in chunks]
+        """Whether the dispatchers of each chunk hold what a backward pass has left."""
         self.has_loss = False
         """Whether variables refer to the loss and the tokens of a micro-batch."""
         self.received: int | None = None
@@ -137,6 +152,8 @@ class _OneForwardOneBackward:
                 self.refs.variables[f"decoder {local}"] = left
                 self.refs.counts[left] = 1
                 self.refs.graded.add(left)
+                if chunk.holds_received:
+                    self.refs.dispatchers[local] = left
 
     def _once(self, name: str, found: Iterator[Event]) -> Stretch:
         """A stretch of events; equal ones are one object."""
@@ -166,6 +183,7 @@ class _OneForwardOneBackward:
             lengths,
             self.received,
             self.went_back,
+            tuple(self.holds),
             self.has_loss,
             self.n_deferred,
         )
@@ -189,18 +207,21 @@ class _OneForwardOneBackward:
         """The pass of an action; `overlaps`: the rank does not wait for what it sends."""
         chunk, local = self.chunks[action.local], action.local
         if action.kind == "forward":
-            before = self._once("receive", self._before_forward(local))
+            before = self._once("receive", joined(self.refs.hold(local, None), self._before_forward(local)))
             after = self._once("end of the forward pass", self._after_forward(local))
             sent = chunk.isend_forward if overlaps else chunk.send_forward
             sends = [sent, *[chunk.release] * self._releases(local), after]
-            return self._passed(local, "forward", before, chunk.recv_forward, chunk.forward, *sends)
-        before = self._once("receive", self._before_backward(local))
+            forward = chunk.forward if self.holds[local] else chunk.forward_of_more
+            self.holds[local] = False
+            return self._passed(local, "forward", before, chunk.recv_forward, forward, *sends)
+        before = self._once("receive", joined(self.refs.hold(local, None), self._before_backward(local)))
         after = self._once(
             "end of the backward pass", joined(self._defer(local), self._after_backward(local))
         )
-        self.went_back = True
+        backward = chunk.backward_of_more if self.holds[local] else chunk.backward
+        self.went_back = self.holds[local] = True
         sent = chunk.isend_backward if overlaps else chunk.send_backward
-        return self._passed(local, "backward", before, chunk.recv_backward, chunk.backward, after, sent)
+        return self._passed(local, "backward", before, chunk.recv_backward, backward, after, sent)
 
     def _defer(self, local: int) -> Iterator[Event]:
         """Keep what the gradient of the output layer's weight is computed from at the end of the step.
@@ -260,6 +281,8 @@ class _OneForwardOneBackward:
             yield from self.refs.send(None)
             return
         oldest = self.in_flight[local].popleft()
+        if self.chunks[local].holds_received:
+            yield from self.refs.hold(local, oldest)
         yield from self.refs.send(oldest)
         yield from self.refs.drop(oldest)
 

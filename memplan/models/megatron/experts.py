@@ -87,8 +87,6 @@ class Routed(NamedTuple):
 def kept_by_dispatcher(moe: MoE, n_tokens: int, dtype: DType, config: TransformerConfig) -> Iterator[Buffer]:
     """What a layer's token dispatcher still refers to when a step is over.
 
-    Neglects: under full recomputation the layer's input and its gradient, which the graph of the probs holds.
-
     Source: megatron.core.transformer.moe.token_dispatcher: attributes of MoEAllGatherTokenDispatcher and
     MoEAlltoAllTokenDispatcher.
     """
