@@ -362,13 +362,15 @@ class _Interleaved(_OneForwardOneBackward):
         return False
 
     def _receive(self, local: int) -> Iterator[Event]:
+        in_variable = not (self.went_back or self.receives_early)
         if self.chunks[local].first:
+            yield from self.refs.bind("input_tensor", None) if in_variable else ()
             return
         received = _Input(local, self.received_forwards[local])
         self.received_forwards[local] += 1
         yield from allocs(self.chunks[local].input)
         self.refs.counts[received] += 1
-        if not (self.went_back or self.receives_early):
+        if in_variable:
             yield from self.refs.bind("input_tensor", received)
 
     def _receive_grad(self, local: int) -> Iterator[Event]:
