@@ -37,7 +37,7 @@ WARMUP_FLUSH: Final = "overlap-p2p-communication-warmup-flush"
 """The argument whose option has another name."""
 
 PADDING: Final = "moe-router-padding-for-quantization"
-"""How the router sends as many tokens as products in 8 bits take, which `PADDING_FOR_FP8` says too."""
+"""The argument that has the router pad tokens for products in 8 bits; `PADDING_FOR_FP8` is its older name."""
 
 PADDING_FOR_FP8: Final = "moe-router-padding-for-fp8"
 

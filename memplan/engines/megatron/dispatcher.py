@@ -15,7 +15,7 @@ from memplan.shapes import Buffer
 
 
 def held(events: Iterable[Event], buffer: Buffer) -> tuple[Event, ...]:
-    """The events of a backward pass that does not free a buffer of before."""
+    """The events of a backward pass, without the free of a buffer that was made before it."""
     return tuple([event for event in events if not (isinstance(event, Free) and event.buffer is buffer)])
 
 

@@ -466,7 +466,10 @@ def _check_fp8(model: Model, plan: Plan) -> None:
 
 
 def _widths(own: GPTModel, plan: Plan) -> list[int]:
-    """The features of layers' products on one rank, but for compressed keys beside their positions."""
+    """The widths of the matrix products of layers on one rank, which recipes in 8 bits want to divide.
+
+    Of latent attention without the compressed keys, whose product has the positions beside them.
+    """
     d_head = own.mla.v_head_dim if own.mla else own.d_head
     widths = [own.d_model, own.d_ff // plan.tp, own.n_heads * d_head // plan.tp]
     if own.mla is not None:

@@ -33,7 +33,7 @@ Source: `torch.distributed.tensor._ops._matrix_ops:gen_single_dim_einsum_strateg
 
 
 class Link(NamedTuple):
-    """What PyTorch takes for the rate and the latency between ranks, in GiB per second and microseconds.
+    """The rate and the latency between ranks that PyTorch assumes, in GiB per second and microseconds.
 
     Source: `torch.distributed.tensor._collective_utils:MeshTopoInfo.build_from_mesh`.
     """
@@ -56,7 +56,7 @@ BETWEEN_HOSTS: Final = Link(0.22 * 87.7, 2.7)
 
 @final
 class DTensor(NamedTuple):
-    """A matrix in bfloat16 over `n_ranks` ranks; `shape` is the whole one's.
+    """A matrix in bfloat16 over `n_ranks` ranks; `shape`: of the whole matrix.
 
     `buffer`: what it keeps alive on this rank. `is_contiguous`: false for the transpose of one that is.
     """
@@ -86,7 +86,7 @@ class DTensor(NamedTuple):
 
 
 def redistribution_us(x: DTensor, target: Placement, link: Link) -> float:
-    """What PyTorch takes for the time of a redistribution: 0 of what is replicated, inf of what it cannot do.
+    """PyTorch's estimate of a redistribution's microseconds: 0 of a replicated tensor, inf without a way.
 
     Source: `torch.distributed.tensor._collective_utils:_compute_placement_transition_cost`.
     """

@@ -37,7 +37,7 @@ def orthogonalized(
 
 
 def _update(stages: RankStages, parameter: Parameter) -> tuple[Buffer, list[Event], Buffer]:
-    """A matrix's look-ahead, the events that follow it, and the orthogonalized matrix, which stays.
+    """A matrix's Nesterov momentum, the events that orthogonalize it, and the result, which stays.
 
     Each iteration has the products x xT, gram gram and gram x, where x has at most as many rows as columns.
 
@@ -80,7 +80,7 @@ def _update(stages: RankStages, parameter: Parameter) -> tuple[Buffer, list[Even
 
 
 def _normalized(stages: RankStages, parameter: Parameter, ranks: Ranks) -> Iterator[Event]:
-    """The division of a matrix by its norm, which is of all ranks' parts.
+    """The division of a matrix by its norm, to which all ranks' parts contribute.
 
     Source: `torch.distributed.tensor._ops._math_ops:_NormPartial`.
     """

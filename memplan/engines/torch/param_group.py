@@ -310,7 +310,7 @@ class ParamGroup:
                 yield (copied(what, n_bytes, stream),), times
 
     def updates(self, *, makes_states: bool) -> list[CountedEvents]:
-        """The update of each of its weights once they have gradients, on the stream of the reduction.
+        """The update of each weight of the group once it has a gradient, on the stream of the reduction.
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`, which calls
         `_post_accumulate_grad_hooks`.

@@ -30,7 +30,7 @@ class Fp8(NamedTuple):
 
 
 def padded_rows(n: int, recipe: str) -> int:
-    """The rows with which a product in 8 bits takes an expert's `n` rows: a multiple of 16, or of 32.
+    """`n` rows of an expert, padded for a product in 8 bits: to a multiple of 16, or of 32 in MXFP8.
 
     Source: megatron.core.fp8_utils:get_fp8_align_size.
 

@@ -57,7 +57,7 @@ class Routed(NamedTuple):
     n_gathered: int
     """Of all ranks among which tokens are exchanged."""
     n_copies: int
-    """Copies of its tokens, one for each chosen expert, and what the router pads them with."""
+    """Copies of its tokens, one for each chosen expert, and padding by the router."""
     n_own: int
     """Copies of tokens that go to this rank's experts."""
     n_experts: int
@@ -79,7 +79,7 @@ class Routed(NamedTuple):
         return [each + (i < more) for i in range(self.n_own_experts)]
 
     def of_experts_padded(self, config: TransformerConfig) -> list[int]:
-        """The rows that their products have: in 8 bits multiples of what those take."""
+        """The rows of the product of each of this rank's experts: in 8 bits they are padded."""
         own = self.of_experts
         return own if config.fp8 is None else [padded_rows(n, config.fp8.recipe) for n in own]
 
@@ -482,7 +482,7 @@ def grouped_output(
 
 
 def with_padding(x: Tensor, n_rows: int) -> Tensor:
-    """The rows of each expert in as many as products in 8 bits take, or without them: `n_rows` in all.
+    """Pad the rows of experts for products in 8 bits, or take the padding away: `n_rows` in all.
 
     Source: transformer_engine.pytorch.module.fp8_padding:Fp8Padding,
     transformer_engine.pytorch.module.fp8_unpadding:Fp8Unpadding.

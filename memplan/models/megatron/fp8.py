@@ -285,7 +285,7 @@ def column_gradients(
     tape: Tape, what: str, shape: Shape, n_out: int, config: TransformerConfig, fp8: Fp8, *,
     again: bool = False,
 ) -> tuple[Quantized, list[Quantized], Tensor, Tensor]:  # fmt: skip
-    """What the gradients of a product by columns are computed from, and its input's gradient.
+    """The operands of the gradients of a product by columns, and the gradient of its input.
 
     The operands are the output's gradient, and the input of this shape where it is quantized `again` or
     gathered. The input's gradient comes as the product makes it, and as this rank's part of the sum.

@@ -52,7 +52,7 @@ EXPERTS: Final = "layers with experts"
 """The kind of layers that have a mixture of experts; the others are `BLOCKS`."""
 
 IN_BF16: Final = {"layers in bfloat16": BLOCKS, "layers with experts in bfloat16": EXPERTS}
-"""The kinds of layers whose products are not in 8 bits while those of others are, and the others'."""
+"""The kinds of layers that stay in bfloat16 in a model in fp8, each with the kind that it would be."""
 
 WITH_EXPERTS: Final = frozenset([EXPERTS, "layers with experts in bfloat16"])
 """The kinds of layers with experts."""
