@@ -923,16 +923,15 @@ def _check_trainer(model: Model, plan: Plan) -> None:
             "with implementation='huggingface', or trainer='none'.",
             kind="the Trainer with a model that is none of transformers",
         )
-    if plan.optimizer != "adamw" or options.optimizer_impl != "fused":
+    if plan.optimizer != "adamw":
         raise MissingRule(
-            f"{asked} with optimizer={plan.optimizer!r}, optimizer_impl={options.optimizer_impl!r}: weights "
-            "with and without decay are separate groups, which has rules for its default alone; use "
-            "optimizer='adamw' with optimizer_impl='fused' (adamw_torch_fused).",
+            f"{asked} with optimizer={plan.optimizer!r}: weights with and without decay are separate groups, "
+            "which has rules for its default alone; use optimizer='adamw' with optimizer_impl='fused' "
+            "(adamw_torch_fused).",
             kind="the Trainer with another optimizer than its default",
         )
     flat = plan.fsdp and options.fsdp_version == 1
     ends = "block" if flat or ends_are_tied(model) else "block+ends"
-    asked_precision = f"precision={plan.precision!r} (gradients are reduced in the type that weights have)"
     _check_beside_option(
         plan,
         "trainer",
@@ -944,11 +943,6 @@ def _check_trainer(model: Model, plan: Plan) -> None:
         (plan.offload, "offload=True", "offload=False"),
         (not options.set_to_none, "set_to_none=False", "set_to_none=True"),
         *((getattr(options, name) != getattr(USUAL, name), name, "its default") for name in _NOT_TOLD),
-        (
-            plan.fsdp and plan.precision not in _FSDP_PRECISIONS,
-            asked_precision,
-            " or ".join(_FSDP_PRECISIONS),
-        ),
         (flat and plan.zero == 2, "zero=2 (Accelerate takes FULL_SHARD all the same)", "zero=3"),
         (flat and plan.n_micro_batches > 1 and not options.no_sync, "no_sync=False", "no_sync=True"),
         (
@@ -966,9 +960,27 @@ def _check_trainer(model: Model, plan: Plan) -> None:
             f"zero={plan.zero}, lora_rank={plan.lora_rank} with adapters or copies of the ends",
             "zero=0, or lora_targets='all-linear'",
         ),
-        (plan.fsdp and options.fsdp_units != ends, f"fsdp_units={options.fsdp_units!r}", repr(ends)),
         *(_not_by_sft(model, plan) if options.trainer == "sft" else ()),
     )
+    _check_set_by_trainer(plan, ends)
+
+
+def _check_set_by_trainer(plan: Plan, ends: str) -> None:
+    """Raise for options that the Trainer sets itself, all at once; `ends`: FSDP's units of the model."""
+    options, fits = torch_options(plan), plan.precision in _FSDP_PRECISIONS
+    sets = {"optimizer_impl": "fused"}
+    if plan.fsdp:
+        sets |= {"fsdp_units": ends, "precision": plan.precision if fits else _FSDP_PRECISIONS[-1]}
+    asked = {name: getattr(plan if name == "precision" else options, name) for name in sets}
+    others = [name for name, value in sets.items() if asked[name] != value]
+    if others:
+        found = ", ".join(f"{name}={asked[name]!r}" for name in others)
+        raise MissingRule(
+            f"trainer={options.trainer!r} with {found}: the Trainer's update is fused, and under FSDP "
+            "gradients are reduced in the type that weights have; use "
+            f"{', '.join(f'{name}={sets[name]!r}' for name in others)}, or trainer='none'.",
+            kind="the Trainer with other options than it sets",
+        )
 
 
 def _not_by_sft(model: Model, plan: Plan) -> tuple[tuple[bool, str, str], ...]:
