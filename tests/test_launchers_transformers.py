@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from memplan import PlanRefused, estimate
-from memplan.launchers import exported
+from memplan.launchers import exported, targets
 from tests.test_launchers_accelerate import H100, TINY
 
 
@@ -48,6 +48,20 @@ def test_the_trainer_takes_ddp(tmp_path):
 def test_what_the_trainer_reduces_in_is_noted():
     notes = exported(estimate(TINY, **{**H100, "zero": 2}), "transformers").notes
     assert any("reduces gradients in bfloat16, the plan in float32" in note for note in notes)
+
+
+@pytest.mark.parametrize("trainer", ["huggingface", "sft"])
+def test_what_the_trainer_trains_is_no_script_with_a_loop_of_its_own(trainer):
+    asked = {"implementation": "huggingface", "optimizer_impl": "fused", "trainer": trainer}
+    found = estimate("qwen2.5-0.5b", cluster="1xh100-sxm", seq_len=128, **asked)
+    assert targets(found)[0] == "transformers"
+    with pytest.raises(
+        PlanRefused, match=f"trainer='{trainer}': .* a loop of its own; use --to transformers"
+    ):
+        exported(found, "torchrun")
+    assert any("max_length=128" in note for note in exported(found, "transformers").notes) == (
+        trainer == "sft"
+    )
 
 
 def test_the_norm_that_the_trainer_takes_anyway_is_noted():

@@ -207,6 +207,9 @@ LAUNCHERS: Final = Registry(
 )
 """The launchers by name; one is imported when it is first named."""
 
+OWN_LOOPS: Final = ("torchrun", "torchtitan")
+"""The launchers of scripts that call the module themselves."""
+
 
 def limits(job: Job, to: str) -> tuple[Limit, ...]:
     """Why a launcher cannot be told a plan; empty if it can."""
@@ -222,6 +225,9 @@ def limits(job: Job, to: str) -> tuple[Limit, ...]:
         others = dict.fromkeys([name for name in told if name in OF_FSDP1])
         why = "fsdp_version=1: what memplan exports is FSDP2 (fully_shard)"
         return Limit(why, {"fsdp_version": None, **others}), *launcher.limits(job)
+    if "trainer" in told and to in OWN_LOOPS:
+        why = f"trainer={told['trainer']!r}: what is exported to {to} has a loop of its own"
+        return (Limit(why, "use --to transformers"),)
     changed = [
         Limit(f"{option}={told[option]!r}: {why}", {option: None})
         for option, why in CHANGES_MODULES.items()
@@ -271,8 +277,10 @@ def exported(estimate: Estimate, to: str, named: str | None = None) -> Export:
 
 
 def targets(estimate: Estimate) -> tuple[str, ...]:
-    """The launchers that can be told a plan."""
-    return tuple(to for to in LAUNCHERS.names() if not limits(Job(estimate=estimate), to))
+    """The launchers that can be told a plan; what the Trainer trains is told to the Trainer first."""
+    by_trainer = "trainer" in not_usual(estimate.plan)
+    names = sorted(LAUNCHERS.names(), key=lambda to: by_trainer and to != "transformers")
+    return tuple(to for to in names if not limits(Job(estimate=estimate), to))
 
 
 def read(path: str | os.PathLike[str], of: str, model: Model | None = None) -> Read:

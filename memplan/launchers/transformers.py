@@ -60,7 +60,9 @@ class Transformers(Launcher):
         plan = job.estimate.plan
         if plan.formats.stored == BF16:
             yield "The weights are in bfloat16 only if your script loads the model with dtype=torch.bfloat16."
-        if plan_dict(plan)["trainer"] != "none":
+        if (trainer := plan_dict(plan)["trainer"]) == "sft":
+            yield f"trl.SFTConfig takes these arguments too; it also wants max_length={plan.seq_len}."
+        if trainer != "none":
             return
         yield from differences(job, WHO)
         if plan.fsdp and plan.formats.reduce != plan.formats.gather:
