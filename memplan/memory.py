@@ -39,7 +39,7 @@ Alive = Counter[Buffer]
 
 def n_bytes_of(alive: Alive) -> int:
     """The sum of the bytes of all buffers."""
-    return sum(n * buffer.n_bytes for buffer, n in alive.items())
+    return sum([n * buffer.n_bytes for buffer, n in alive.items()])
 
 
 def bytes_by_kind(alive: Alive) -> Bytes:
@@ -118,7 +118,7 @@ def alive_at_high(stretch: Stretch, alive: Alive) -> str:
     else:
         until = []
     for event in until:
-        alive[event.buffer] += event.sign
+        alive[event.buffer] = alive.get(event.buffer, 0) + event.sign
     return stretch.name
 
 
@@ -160,7 +160,7 @@ def _net_and_high(stretch: Stretch) -> dict[Kind, tuple[int, int]]:
 def add_net(stretch: Stretch, alive: Alive, times: int) -> None:
     """Add the buffers that `times` repetitions of a stretch leave, less the older ones that they free."""
     for buffer, n in stretch.left:
-        alive[buffer] += n * times
+        alive[buffer] = alive.get(buffer, 0) + n * times
     for part in stretch.parts:
         add_net(part, alive, times * stretch.repeats)
 

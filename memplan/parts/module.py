@@ -84,6 +84,12 @@ class StageModule(ABC, Generic[State]):
         self.bwd_recv = self._p2p("recv", "activation gradients")
         self.bwd_send = self._p2p("send", "activation gradients")
 
+    def __copy__(self) -> Self:
+        """Quicker than what `copy` does without it."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
     def fresh(self) -> Self:
         """A copy of the module at the start of a step, which shares the passes that have been played."""
         other = copy(self)

@@ -59,13 +59,13 @@ def states_of(kept: Kept, weight: Weight, *, on_host: bool) -> list[Buffer]:
     named = [(name, weight.shape) for name in kept.moments]
     if kept.factored is not None and weight.is_factored:
         named = list(zip(kept.factored, (weight.row, weight.column), strict=True))
-    found = [buffer_of(f"{weight.name}.{name}", shape, dtype, "optimizer") for name, shape in named]
-    scales = [f"{weight.name}.absmax{i + 1}" for i in range(len(found))] if narrow else []
-    return [
-        *scalars_of([*([] if on_host else kept.scalars), *kept.device_scalars], weight.name),
-        *[one for one in found if not kept.paged or n < LEAST_PAGED],
-        *[buffer_of(name, (-(-n // SCALED),), FP32, "optimizer") for name in scales],
-    ]
+    found = [] if on_host else scalars_of(kept.scalars, weight.name)
+    found += scalars_of(kept.device_scalars, weight.name)
+    if not kept.paged or n < LEAST_PAGED:
+        found += [buffer_of(f"{weight.name}.{name}", shape, dtype, "optimizer") for name, shape in named]
+    for i in range(1, narrow * len(named) + 1):
+        found.append(buffer_of(f"{weight.name}.absmax{i}", (-(-n // SCALED),), FP32, "optimizer"))
+    return found
 
 
 def _of_torchao(kept: Kept, weight: Weight, moment: str) -> Iterator[Buffer]:

@@ -311,6 +311,12 @@ class RankStages:
         other.received = self.received
         return other
 
+    def __copy__(self) -> Self:
+        """Quicker than what `copy` does without it."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
     def at(self, **place: Any) -> Self:
         """The same at another place, with stages of the same kinds; traces are kept."""
         other = copy(self)
@@ -478,7 +484,8 @@ class RankStages:
         for more in (
             self.inputs, self.mesh, self.barrier, self.hook_workspaces, self.loss_scale, self.clipping
         ):  # fmt: skip
-            held.update(more)
+            if more:
+                held.update(more)
         return held
 
     @cached_property
@@ -514,7 +521,7 @@ class RankStages:
         for parameter, n in self.counted_parameters:
             shape = self.weight_shape(parameter)
             stored = self.stored_dtype(parameter)
-            alive[buffer_of(parameter.name, shape, stored, "weights")] += n
+            alive[buffer_of(parameter.name, shape, stored, "weights")] = n
             if sharded:
                 padding = self.padding_elements(parameter)
                 if padding:
@@ -522,7 +529,7 @@ class RankStages:
             if not parameter.requires_grad:
                 continue
             if in_buckets:
-                alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, of_bucket)] += n
+                alive[buffer_of(f"{parameter.name} (DDP bucket)", shape, dtype, of_bucket)] = n
         for parameter, n in self._updated:
             alive.update(dict.fromkeys(self.optimizer_states(parameter), n))
         if self.options.static_graph or self.stages[0].finds_unused:
@@ -637,5 +644,5 @@ class RankStages:
         sharded, dtype = self.plan.fsdp, self.plan.formats.accumulate
         for p, n in self.counted_trained_parameters():
             shape = (self.weight_elements(p),) if sharded else p.grad_shape
-            found[buffer_of(f"{p.name}.grad", shape, dtype, "grads")] += n
+            found[buffer_of(f"{p.name}.grad", shape, dtype, "grads")] = n
         return found
