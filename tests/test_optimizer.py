@@ -15,8 +15,11 @@ from memplan.engines.torch.dtensor import ROWS, TERM, Ranks
 from memplan.errors import MemplanError, MissingRule
 from memplan.estimate import StageEstimate, rank_estimate
 from memplan.hardware import gpu
+from memplan.optimizers import KEPT
+from memplan.parts.weight_updates import Weight, state_bytes, states_of
 from memplan.plan import Rank
 from memplan.record import Collective, Compute, Stretch
+from memplan.shapes import BF16
 from memplan.tape import OpContext
 from memplan.time.step import model_flops
 from validate.cases import Case
@@ -345,3 +348,12 @@ def test_an_optimizer_in_the_backward_pass_is_refused_with_a_way_out(options, sa
 def test_an_optimizer_in_the_backward_pass_is_advised_on_one_gpu():
     advice = memplan.advise(memplan.estimate("llama-3.2-3b", **{**ALONE, "cluster": "1xrtx-4090"}))
     assert "optimizer_in_backward" in [change.text for change in advice.changes]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("name", KEPT)
+def test_the_bytes_of_states_in_closed_form_are_the_states(name, on_host):
+    for shape in ((7,), (64, 96), (2048, 4096)):
+        weight = Weight("w", shape, BF16)
+        states = states_of(KEPT[name], weight, on_host=on_host)
+        assert state_bytes(KEPT[name], weight, on_host=on_host) == sum(one.n_bytes for one in states)

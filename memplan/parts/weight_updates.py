@@ -68,6 +68,14 @@ def states_of(kept: Kept, weight: Weight, *, on_host: bool) -> list[Buffer]:
     return found
 
 
+def state_bytes(kept: Kept, weight: Weight, *, on_host: bool) -> int:
+    """The bytes of `states_of`, in closed form where all moments have the weight's shape and type."""
+    if kept.package != "torch" or kept.factored is not None:
+        return sum([one.n_bytes for one in states_of(kept, weight, on_host=on_host)])
+    n_scalars = len(kept.device_scalars) + (0 if on_host else len(kept.scalars))
+    return len(kept.moments) * prod(weight.shape) * weight.dtype.itemsize + n_scalars * FP32.itemsize
+
+
 def _of_torchao(kept: Kept, weight: Weight, moment: str) -> Iterator[Buffer]:
     """A moment by torchao: codes, a scale for each block of them, and the values that codes stand for.
 

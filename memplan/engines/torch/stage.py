@@ -33,7 +33,7 @@ from memplan.models.traced import is_of_torchtitan
 from memplan.optimizers import KEPT, Kept
 from memplan.parts.ddp import Arguments
 from memplan.parts.stage import ModelStage, StageKind, cublas_workspaces, trained
-from memplan.parts.weight_updates import Weight, is_of_8_bits, maps_of, scalars_of, states_of
+from memplan.parts.weight_updates import Weight, is_of_8_bits, maps_of, scalars_of, state_bytes, states_of
 from memplan.passes.recorded import divided_inputs
 from memplan.passes.trace import EMPTY, BlockKind, Segment, Trace
 from memplan.plan import Plan, Rank, stage_layers
@@ -287,7 +287,6 @@ class RankStages:
         self.model, self.plan, self.device, self.backend = model, plan, device, one.backend
         self.options, self.weight_dtype = one.options, one.weight_dtype
         self.offloads, self.update_device = one.offloads, one.update_device
-        self._optimizer_states: dict[tuple[Parameter, Shape], list[Buffer]] = {}
 
     @property
     def trainer(self) -> KeptByTrainer | None:
@@ -378,10 +377,11 @@ class RankStages:
         if self.owned is None:
             return self
 
-        def state_bytes(parameter: Parameter) -> int:
-            return sum([one.n_bytes for one in self.optimizer_states(parameter)])
-
-        each = {p: state_bytes(p) for p, _ in self.counted_trained_parameters()}
+        on_host = not self.stages[0].scalars_on_device
+        each = {
+            p: state_bytes(self.kept_of(p), self._weight(p), on_host=on_host)
+            for p, _ in self.counted_trained_parameters()
+        }
         sizes = [sum(map(each.__getitem__, owned)) for owned in self.partition]
         dp, cp = divmod(sizes.index(max(sizes)), self.plan.cp)
         return self.at(dp=dp, cp=cp)
@@ -445,13 +445,14 @@ class RankStages:
 
     def optimizer_states(self, parameter: Parameter) -> list[Buffer]:
         """The optimizer's tensors of a parameter on the device that updates it, as they are made."""
-        key = parameter, self.state_shape(parameter)
-        if key not in self._optimizer_states:
-            stage, weight = self.stages[0], Weight(parameter.name, key[1], self.weight_dtype)
-            apart = stage.options.optimizer_in_backward and self.is_of_8_bits(parameter)
-            states = states_of(self.kept_of(parameter), weight, on_host=not stage.scalars_on_device)
-            self._optimizer_states[key] = [*(maps_of(self.plan.kept) if apart else ()), *states]
-        return self._optimizer_states[key]
+        stage = self.stages[0]
+        maps = maps_of(self.plan.kept) if stage.options.optimizer_in_backward else []
+        kept, weight = self.kept_of(parameter), self._weight(parameter)
+        states = states_of(kept, weight, on_host=not stage.scalars_on_device)
+        return [*(maps if maps and self.is_of_8_bits(parameter) else ()), *states]
+
+    def _weight(self, parameter: Parameter) -> Weight:
+        return Weight(parameter.name, self.state_shape(parameter), self.weight_dtype)
 
     def is_of_8_bits(self, parameter: Parameter) -> bool:
         """Whether the optimizer's state of a parameter is of eight bits."""
