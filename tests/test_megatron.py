@@ -284,16 +284,22 @@ played CUDA runtime; the gathers of blocks' scales by the `fake` group.
 """
 
 
+def replay_of(line: str, name: str, *, world_size: int = 8, pp_rank: int | None = None) -> Replayed:
+    """The last rank of a place in the pipeline, usually of the last one."""
+    found = read(line, "megatron").keywords
+    model, one = found.pop("model"), memplan.gpu(name)
+    dp = world_size // (found["tp"] * found["pp"])
+    plan = plan_of(**found, dp=dp, cublas_workspace_config=":4096:8")
+    device = Device("cuda", one.capability, one.multiprocessors, name=one.name)
+    check_plan(model, plan, device)
+    last = Rank(dp=dp - 1, tp=plan.tp - 1, pp=plan.pp - 1 if pp_rank is None else pp_rank)
+    return replayed(ENGINES.named("megatron").play_rank(model, plan, last, device, None).program())
+
+
 @pytest.mark.parametrize("name, more, rest_bytes, peak_bytes", NOGPU_FP8)
 def test_nogpus_bytes_of_products_in_8_bits(name, more, rest_bytes, peak_bytes):
     """What is off at peaks is off in bfloat16 too, but for a copy of MXFP8's scales, 1 MiB."""
-    found = read(f"{GPT_FP8} --sequence-parallel {more}", "megatron").keywords
-    model, one = found.pop("model"), memplan.gpu(name)
-    plan = plan_of(**found, dp=2, cublas_workspace_config=":4096:8")
-    device = Device("cuda", one.capability, one.multiprocessors, name=one.name)
-    check_plan(model, plan, device)
-    last = Rank(dp=1, tp=3)
-    replay = replayed(ENGINES.named("megatron").play_rank(model, plan, last, device, None).program())
+    replay = replay_of(f"{GPT_FP8} --sequence-parallel {more}", name)
     assert replay.rest_bytes == pytest.approx(rest_bytes, abs=8_192)
     assert replay.allocated_bytes == pytest.approx(peak_bytes, abs=1_064_000 if "mxfp8" in more else 160_000)
 
@@ -373,25 +379,14 @@ SHORT = {
 }
 
 
-def replay_of(
-    line: str, name: str, more: str, *, world_size: int = 8, pp_rank: int | None = None
-) -> Replayed:
-    """The last rank of a place in the pipeline, usually of the last one."""
-    asked = " ".join(SHORT.get(word, word) for word in more.split())
-    found = read(f"{line} {asked}", "megatron").keywords
-    model, one = found.pop("model"), memplan.gpu(name)
-    dp = world_size // (found["tp"] * found["pp"])
-    plan = plan_of(**found, dp=dp, cublas_workspace_config=":4096:8")
-    device = Device("cuda", one.capability, one.multiprocessors, name=one.name)
-    check_plan(model, plan, device)
-    last = Rank(dp=dp - 1, tp=plan.tp - 1, pp=plan.pp - 1 if pp_rank is None else pp_rank)
-    return replayed(ENGINES.named("megatron").play_rank(model, plan, last, device, None).program())
+def spelt_out(more: str) -> str:
+    return " ".join(SHORT.get(word, word) for word in more.split())
 
 
 @pytest.mark.parametrize("line, name, more, rest_bytes, peak_bytes", NOGPU_EXPERTS)
 def test_nogpus_bytes_of_experts_and_latent_attention(line, name, more, rest_bytes, peak_bytes):
     """What is off is what PyTorch's allocator leaves of blocks."""
-    replay = replay_of(line, name, more)
+    replay = replay_of(f"{line} {spelt_out(more)}", name)
     assert replay.rest_bytes == pytest.approx(rest_bytes, rel=1e-3)
     assert replay.allocated_bytes == pytest.approx(peak_bytes, rel=1e-3)
 
@@ -427,7 +422,7 @@ def test_dispatchers_hold_inputs_of_recomputed_layers(
 ):
     asked = f"ep8 --recompute-granularity full --recompute-num-layers 1 {more}"
     asked += "" if "block" in more else " --recompute-method uniform"
-    replay = replay_of(line, "h100-sxm", asked, world_size=world_size, pp_rank=pp_rank)
+    replay = replay_of(f"{line} {spelt_out(asked)}", "h100-sxm", world_size=world_size, pp_rank=pp_rank)
     assert replay.rest_bytes == pytest.approx(rest_bytes, rel=2e-3)
     assert replay.allocated_bytes == pytest.approx(peak_bytes, rel=1e-3)
 

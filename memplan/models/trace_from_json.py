@@ -520,7 +520,7 @@ def _played(layers: Sequence[Layers]) -> list[tuple[str, int]]:
 
 
 def _check_sums(recording: Recording, played: Sequence[tuple[str, int]], trained: set[str]) -> None:
-    """Raise unless each buffer is freed or made a gradient as often as it is allocated, and not before.
+    """Raise for a buffer that is freed before it is allocated, or never freed although it is no gradient.
 
     Every parameter that is trained gets a gradient; a kernel's results come right after it.
     """

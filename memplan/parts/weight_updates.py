@@ -68,6 +68,12 @@ def states_of(kept: Kept, weight: Weight, *, on_host: bool) -> list[Buffer]:
     return found
 
 
+def states_of_own_optimizer(kept: Kept, weight: Weight, *, on_host: bool) -> list[Buffer]:
+    """The tensors of an optimizer that updates this weight alone, with maps of its own."""
+    maps = maps_of(kept) if is_of_8_bits(kept, prod(weight.shape)) else []
+    return [*maps, *states_of(kept, weight, on_host=on_host)]
+
+
 def state_bytes(kept: Kept, weight: Weight, *, on_host: bool) -> int:
     """The bytes of `states_of`, in closed form where all moments have the weight's shape and type."""
     if kept.package != "torch" or kept.factored is not None:

@@ -112,7 +112,7 @@ class Memory:
         return replace(self, limit_bytes=limit, allowed_bytes=allowed)
 
     def keeps_all(self, reserved_bytes: int) -> bool:
-        """Whether the allocator can reserve so many bytes without giving any back to the driver."""
+        """Whether the allocator reserves this many bytes without calling `cudaFree`."""
         collects_above = self.allocator().collects_above_bytes
         limits = [limit for limit in (self.bound_bytes, collects_above) if limit is not None]
         return reserved_bytes <= min(limits, default=reserved_bytes)

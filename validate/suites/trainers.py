@@ -137,7 +137,7 @@ def trainers() -> tuple[Case, ...]:
 
 
 def in_small(family: str, options: dict[str, Any], **more: Any) -> Case:
-    """The case of a family in small, with `more` sizes, by the Trainer with these options."""
+    """A small model of a family, with `more` sizes, trained by the Trainer with these options."""
     cls: type[Decoder] = OF_TRANSFORMERS[f"huggingface-{family}"]
     sizes = {**SIZES, **QUIRKS[family], **more, "name": f"transformers-{family}"}
     model, plan = cls(**sizes), plan_of(**TRAINER | {"seq_len": 64} | options)
@@ -156,7 +156,7 @@ def gpu_trainers(gpus: Gpus | None) -> tuple[Case, ...]:
 
 
 def large(preset: str, n_layers: int, options: dict[str, Any], rank: int | None, gpus: Gpus) -> Case:
-    """The case of a preset of so many layers on these GPUs, by the Trainer with these options.
+    """A preset with `n_layers` layers, trained by the Trainer on these GPUs with these options.
 
     `rank`: the rank that runs alone, with stand-ins for the others; None: there is one GPU.
     """

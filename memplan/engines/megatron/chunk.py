@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import groupby
 
 from memplan.device import Device
-from memplan.engines.megatron.dispatcher import held, let_go, summed_apart
+from memplan.engines.megatron.dispatcher import let_go, summed_apart
 from memplan.engines.megatron.options import OLD_CONTAINER, megatron_options
 from memplan.engines.megatron.overlap import Piece
 from memplan.models import Model
@@ -21,7 +21,7 @@ from memplan.models.megatron import (
     kept_by_dispatcher,
 )
 from memplan.passes.backward import added_to_older, backward_order
-from memplan.passes.trace import Block, BlockKind, Segment, Trace, traced, without_blocks
+from memplan.passes.trace import Block, BlockKind, Segment, Trace, traced, without, without_blocks
 from memplan.plan import Plan
 from memplan.record import (
     COMPUTE,
@@ -267,22 +267,22 @@ class ModelChunk:
     @property
     def holds_received(self) -> bool:
         """Whether the first layer's dispatcher holds what the stage has received."""
-        return not self.first and bool(self._held and self._held[0])
+        return not self.first and any(self._held[:1])
 
     @property
     def _held_of_mtp(self) -> tuple[Buffer, ...]:
-        """The same of multi-token prediction, whose layers are called with two tensors."""
+        """What dispatchers hold of multi-token prediction, whose layers are called with two tensors."""
         config, own = self.model.config, (self.trace.boundary, self.trace.boundary_grad)
         return own * 2 * self.n_predicted if self.model.moe and config.recomputes_mtp else ()
 
     @cached_property
     def forward(self) -> Stretch:
-        """The forward pass, up to the loss on the last stage; dispatchers let go of what they hold."""
+        """The forward pass, up to the loss; it frees what dispatchers hold of a backward pass."""
         return self._forward(lets_go=True)
 
     @cached_property
-    def forward_of_more(self) -> Stretch:
-        """The forward pass where no backward pass has come since the last one: dispatchers hold nothing."""
+    def forward_after_forward(self) -> Stretch:
+        """The forward pass after another forward pass, or in the first step: dispatchers hold nothing."""
         return self._forward(lets_go=False) if self._holds else self.forward
 
     def _forward(self, *, lets_go: bool) -> Stretch:
@@ -338,8 +338,8 @@ class ModelChunk:
         return self._backward(added_to_older)
 
     @cached_property
-    def backward_of_more(self) -> Stretch:
-        """The backward pass right after another one, of which dispatchers hold what is let go of."""
+    def backward_after_backward(self) -> Stretch:
+        """The backward pass after another backward pass: it frees what dispatchers hold of that one."""
         return self._backward(added_to_older, lets_go=True) if self._holds else self.backward
 
     @cached_property
@@ -348,16 +348,16 @@ class ModelChunk:
         return self._backward(lambda segment: segment.events)
 
     def _backward(self, played: Callable[[Segment], tuple[Event, ...]], *, lets_go: bool = False) -> Stretch:
-        trace, embedding = self.trace, played(self.trace.embed_backward)
-        if self.first and self._held and self._held[0]:
-            embedding = held(embedding, trace.boundary_grad)
+        trace, embedding = self.trace, self.trace.embed_backward
+        if any(self._held[:1]):
+            embedding = without(embedding, trace.boundary_grad)
         return chain(
             "backward",
             *self._of_mtp(frees) * lets_go,
             events("backward: loss and head", played(trace.head_backward)),
             *self._of_mtp(allocs),
             *self._layers_backward(played, lets_go=lets_go),
-            events("backward: embedding", embedding),
+            events("backward: embedding", played(embedding)),
             *[trace.end_of_backward.stretch("backward: end"), trace.release_loss.stretch("backward: loss")]
             * self.last,
             events("backward: end of the batch", frees(*self.kept_batch)),
@@ -370,8 +370,8 @@ class ModelChunk:
         order = [segment for segment, n in backward_order(self.blocks) for _ in range(n)]
         kept = [not self.last, *map(bool, self._held[:0:-1])]  # the output's gradient, by others
         for (segment, own, is_kept), same in groupby(zip(order, self._held[::-1], kept, strict=False)):
-            body = summed_apart(played(segment), grad) if is_kept else played(segment)
-            body = held(body, boundary) if own else body
+            body = played(without(segment, boundary) if own else segment)
+            body = summed_apart(body, grad) if is_kept else body
             body = let_go(body, own) if own and lets_go else body
             body = (*body, Alloc(grad)) if own == (grad,) else body
             yield repeated(events("backward: layer", body), len(list(same)))

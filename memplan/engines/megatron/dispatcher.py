@@ -14,13 +14,8 @@ from memplan.record import AccumulateGrad, AddToIncoming, Alloc, Event, Free, fr
 from memplan.shapes import Buffer
 
 
-def held(events: Iterable[Event], buffer: Buffer) -> tuple[Event, ...]:
-    """The events of a backward pass, without the free of a buffer that was made before it."""
-    return tuple([event for event in events if not (isinstance(event, Free) and event.buffer is buffer)])
-
-
 def let_go(events: Sequence[Event], buffers: Iterable[Buffer]) -> tuple[Event, ...]:
-    """The events of a layer's pass, which frees what its dispatcher held once the router has new `probs`."""
+    """The events of a layer's pass, with the frees of these buffers once the router has new `probs`."""
     after = 1 + next(
         i for i, e in enumerate(events) if isinstance(e, Alloc) and e.buffer.name.endswith(".probs")
     )

@@ -41,6 +41,7 @@ from memplan.models import Model
 from memplan.models.base import Layers
 from memplan.models.megatron import WITH_EXPERTS, WORDS, configured, gpt_model, weight_copies
 from memplan.optimizers import COMMON
+from memplan.parts.stage import QuicklyCopied
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.record import (
     COMPUTE,
@@ -102,7 +103,7 @@ def te_workspace_bytes(device: Device) -> int:
     return 32 * MiB + TE_ALIGNMENT_BYTES if device.at_least(9) else 4 * MiB
 
 
-class MegatronRank:
+class MegatronRank(QuicklyCopied):
     """One rank: its model chunks, and what it holds between steps."""
 
     def __init__(
@@ -125,8 +126,8 @@ class MegatronRank:
             self.chunks.append(known[key])
         self.last = any(chunk.last for chunk in self.chunks)
 
-    def at_place_of(self, other: Self) -> Self:
-        """This rank at the place in the pipeline of one with equal chunks; what is known of them is kept."""
+    def moved_to(self, other: Self) -> Self:
+        """A copy of this rank at the pipeline rank of another, which has the same chunks."""
         moved = copy(self)
         moved.rank = replace(self.rank, pp=other.rank.pp)
         moved.indices, moved.layers = other.indices, other.layers
@@ -419,12 +420,12 @@ class MegatronRank:
         ]
         if options.overlap_grad_reduce and own:
             reduced = [(part, self._reduced(states, part.buckets, GRADIENTS)) for part, states in own]
-            for old in dict.fromkeys([chunk.backward, chunk.backward_of_more]):
+            for old in dict.fromkeys([chunk.backward, chunk.backward_after_backward]):
                 beside = reducing(chunk.pieces(old), reduced)
                 passes = replaced(passes, local, "backward", old, beside)
         if options.overlap_param_gather and own:
             gathered = [(part, self._gathered(states, part.buckets, WEIGHTS)) for part, states in own]
-            for old in dict.fromkeys([chunk.forward, chunk.forward_of_more]):
+            for old in dict.fromkeys([chunk.forward, chunk.forward_after_forward]):
                 beside = gathering(chunk.pieces(old), gathered)
                 passes = replaced(passes, local, "forward", old, beside)
         return passes
@@ -602,15 +603,15 @@ class MegatronEngine(Engine):
                 yield DeepSpeedRank(model, plan, Rank(pp=pp_rank), device).record
             return
         known: dict[_Ends, ModelChunk] = {}
-        alike: dict[tuple[object, ...], MegatronRank] = {}
+        with_chunks: dict[tuple[object, ...], MegatronRank] = {}
         for pp_rank in range(plan.pp):
             rank = MegatronRank(model, plan, Rank(pp=pp_rank, cp=plan.cp - 1), device, known)
             key = not pp_rank, *rank.chunks  # the first stage has buckets of its own
-            if key in alike:
-                rank = alike[key].at_place_of(rank)
+            if key in with_chunks:
+                rank = with_chunks[key].moved_to(rank)
             elif fullest := rank.fullest:
                 rank = MegatronRank(model, plan, replace(rank.rank, dp=fullest), device, known)
-            alike[key] = rank
+            with_chunks[key] = rank
             yield rank.record
 
     def play_rank(

@@ -54,7 +54,7 @@ def _no_pipelining(chunk: ModelChunk, m: int, *, first_step: bool) -> list[Stret
     kept = events("variables of the schedule", allocs(*[LOSS, LOSS] * (m > 1)))
     forward, backward = passed(0, "forward", chunk.forward), passed(0, "backward", chunk.backward)
     others = repeated(chain("micro-batch", forward, backward), m - 1)
-    first = passed(0, "forward", chunk.forward_of_more) if first_step else forward
+    first = passed(0, "forward", chunk.forward_after_forward) if first_step else forward
     return [first, kept, backward, others, events("end of the variables", frees(*[LOSS, LOSS] * (m > 1)))]
 
 
@@ -211,14 +211,14 @@ class _OneForwardOneBackward:
             after = self._once("end of the forward pass", self._after_forward(local))
             sent = chunk.isend_forward if overlaps else chunk.send_forward
             sends = [sent, *[chunk.release] * self._releases(local), after]
-            forward = chunk.forward if self.holds[local] else chunk.forward_of_more
+            forward = chunk.forward if self.holds[local] else chunk.forward_after_forward
             self.holds[local] = False
             return self._passed(local, "forward", before, chunk.recv_forward, forward, *sends)
         before = self._once("receive", joined(self.refs.hold(local, None), self._before_backward(local)))
         after = self._once(
             "end of the backward pass", joined(self._defer(local), self._after_backward(local))
         )
-        backward = chunk.backward_of_more if self.holds[local] else chunk.backward
+        backward = chunk.backward_after_backward if self.holds[local] else chunk.backward
         self.went_back = self.holds[local] = True
         sent = chunk.isend_backward if overlaps else chunk.send_backward
         return self._passed(local, "backward", before, chunk.recv_backward, backward, after, sent)

@@ -32,8 +32,16 @@ from memplan.models import Model, TracedModel, divided
 from memplan.models.traced import is_of_torchtitan
 from memplan.optimizers import KEPT, Kept
 from memplan.parts.ddp import Arguments
-from memplan.parts.stage import ModelStage, StageKind, cublas_workspaces, trained
-from memplan.parts.weight_updates import Weight, is_of_8_bits, maps_of, scalars_of, state_bytes, states_of
+from memplan.parts.stage import ModelStage, QuicklyCopied, StageKind, cublas_workspaces, trained
+from memplan.parts.weight_updates import (
+    Weight,
+    is_of_8_bits,
+    maps_of,
+    scalars_of,
+    state_bytes,
+    states_of,
+    states_of_own_optimizer,
+)
 from memplan.passes.recorded import divided_inputs
 from memplan.passes.trace import EMPTY, BlockKind, Segment, Trace
 from memplan.plan import Plan, Rank, stage_layers
@@ -256,7 +264,7 @@ def stored_dtype(parameter: Parameter, weight_dtype: DType) -> DType:
     return own or (weight_dtype if parameter.is_floating_point else parameter.dtype)
 
 
-class RankStages:
+class RankStages(QuicklyCopied):
     """The pipeline stages of one rank, and what the rank holds between steps.
 
     `known`: stages by kind, shared between ranks; a kind that is missing is added.
@@ -308,12 +316,6 @@ class RankStages:
         plan = replace(self.plan, options=replace(self.options, set_to_none=True))
         other = type(self)(self.model, plan, self.rank, self.device, backend=self.backend)
         other.received = self.received
-        return other
-
-    def __copy__(self) -> Self:
-        """Quicker than what `copy` does without it."""
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
         return other
 
     def at(self, **place: Any) -> Self:
@@ -445,11 +447,9 @@ class RankStages:
 
     def optimizer_states(self, parameter: Parameter) -> list[Buffer]:
         """The optimizer's tensors of a parameter on the device that updates it, as they are made."""
-        stage = self.stages[0]
-        maps = maps_of(self.plan.kept) if stage.options.optimizer_in_backward else []
-        kept, weight = self.kept_of(parameter), self._weight(parameter)
-        states = states_of(kept, weight, on_host=not stage.scalars_on_device)
-        return [*(maps if maps and self.is_of_8_bits(parameter) else ()), *states]
+        of = states_of_own_optimizer if self.options.optimizer_in_backward else states_of
+        on_host = not self.stages[0].scalars_on_device
+        return of(self.kept_of(parameter), self._weight(parameter), on_host=on_host)
 
     def _weight(self, parameter: Parameter) -> Weight:
         return Weight(parameter.name, self.state_shape(parameter), self.weight_dtype)

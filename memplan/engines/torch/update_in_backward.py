@@ -5,7 +5,6 @@ Source: PyTorch's tutorial "How to save memory by fusing an optimizer step into 
 """
 
 from collections.abc import Iterator
-from math import prod
 from typing import Self, final
 
 from memplan.engines.torch.optimizer import implementation
@@ -14,9 +13,7 @@ from memplan.parts.module import PlainModule
 from memplan.parts.weight_updates import (
     Variables,
     Weight,
-    is_of_8_bits,
-    maps_of,
-    states_of,
+    states_of_own_optimizer,
     updated_alone,
     updated_together,
 )
@@ -71,8 +68,7 @@ def updated_at_once(
     kept, chosen, device = stage.plan.kept, implementation(stage), stage.update_device
     weight = Weight(parameter.name, shape, stage.weight_dtype)
     if makes_states:
-        yield from allocs(*(maps_of(kept) if is_of_8_bits(kept, prod(shape)) else ()))
-        yield from allocs(*states_of(kept, weight, on_host=not stage.scalars_on_device))
+        yield from allocs(*states_of_own_optimizer(kept, weight, on_host=not stage.scalars_on_device))
     if chosen == "for-loop":
         variables = Variables()
         yield from updated_alone(stage.plan.optimizer, weight, variables, device)

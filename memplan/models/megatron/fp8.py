@@ -233,6 +233,21 @@ def _drop(*tensors: Tensor) -> None:
         one.storage = None
 
 
+def column_product(
+    tape: Tape, name: str, what: str, shape: Shape, n_out: int, config: TransformerConfig, fp8: Fp8
+) -> Tensor:
+    """The output of a product by columns, whose input of this shape, `what`, is gathered if it is divided."""
+    dtype, n_in, whole = tape.context.weight_dtype, shape[-1], whole_sequence(shape, config)
+    out = (*whole[:-1], n_out)
+    reduced_amax(tape, config, fp8)
+    beside = forward_gemm(tape, out, n_in, dtype, config, ComputeKind.SCALED_MM)
+    total = gathered(tape, what, whole, fp8, config, beside=beside) if config.sequence_parallel else None
+    with tape.by_products():
+        y = gemm(tape, name, out, n_in, dtype, ComputeKind.SCALED_MM)
+    del total
+    return y
+
+
 def norm_column_linear(
     x: Tensor, name: str, n_out: int, config: TransformerConfig, fp8: Fp8, *, bias: bool
 ) -> Tensor:
@@ -244,8 +259,7 @@ def norm_column_linear(
     """
     tape, n_in, dtype = x.tape, x.shape[-1], x.dtype
     of, gathers = Norm(x, f"{name}.layer_norm_", config), config.sequence_parallel
-    shape, whole = x.shape, whole_sequence(x.shape, config)
-    out = (*whole[:-1], n_out)
+    shape = x.shape
     own = [tape.parameter(f"{name}.weight", (n_out, n_in), dtype=fp8.weight_dtype)]
     own += [tape.parameter(f"{name}.bias", (n_out,))] if bias else []
     by_rows = saves_rows(config, fp8)
@@ -267,17 +281,12 @@ def norm_column_linear(
     ln_out = quantized(tape, "normed input", shape, fp8, columns=not by_rows)
     if fp8.recipe != "delayed":
         tape.new("normed input", shape, dtype)
-    reduced_amax(tape, config, fp8)
-    beside = forward_gemm(tape, out, n_in, dtype, config, ComputeKind.SCALED_MM)
-    total = gathered(tape, "normed input", whole, fp8, config, beside=beside) if gathers else None
-    with tape.by_products():
-        y = gemm(tape, name, out, n_in, dtype, ComputeKind.SCALED_MM)
-    del total
+    y = column_product(tape, name, "normed input", shape, n_out, config, fp8)
     weights = [tape.weight(one).node for one in (*of.parameters, *own)]
     y.node = tape.node(
         (x.node, *weights), (x, *(ln_out.rows if by_rows else ln_out.columns), *statistics), backward
     )
-    y.node.computes(ComputeKind.SCALED_MM, operands_of(out, n_in), 0, 1 + len(of.parameters))
+    y.node.computes(ComputeKind.SCALED_MM, operands_of(y.shape, n_in), 0, 1 + len(of.parameters))
     return y
 
 
@@ -331,11 +340,9 @@ def column_linear(
     Source: transformer_engine.pytorch.module.linear:_Linear.
     """
     tape, shape, dtype, n_in = x.tape, x.shape, x.dtype, x.shape[-1]
-    gathers, by_rows = config.sequence_parallel, saves_rows(config, fp8)
+    by_rows = saves_rows(config, fp8)
     saves_x = save_original_input and fp8.recipe != "delayed"
     weight = tape.parameter(f"{name}.weight", (n_out, n_in), dtype=fp8.weight_dtype)
-    whole = whole_sequence(shape, config)
-    out = (*whole[:-1], n_out)
 
     def backward(grad: Tensor, saved: Saved) -> Grads:
         tape = grad.tape
@@ -344,15 +351,10 @@ def column_linear(
         return made[-1], *of_weight
 
     of_x = quantized(tape, "input", shape, fp8, columns=not (saves_x or by_rows))
-    reduced_amax(tape, config, fp8)
-    beside = forward_gemm(tape, out, n_in, dtype, config, ComputeKind.SCALED_MM)
-    total = gathered(tape, "input", whole, fp8, config, beside=beside) if gathers else None
-    with tape.by_products():
-        y = gemm(tape, name, out, n_in, dtype, ComputeKind.SCALED_MM)
-    del total
+    y = column_product(tape, name, "input", shape, n_out, config, fp8)
     saved = (x,) if saves_x else of_x.rows if by_rows else of_x.columns
     y.node = tape.node((x.node, tape.weight(weight).node), saved, backward)
-    y.node.computes(ComputeKind.SCALED_MM, operands_of(out, n_in), 0, 1)
+    y.node.computes(ComputeKind.SCALED_MM, operands_of(y.shape, n_in), 0, 1)
     return y
 
 
