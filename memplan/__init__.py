@@ -5,14 +5,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from memplan import starting as _starting  # noqa: F401 (first: the others take a while to load)
 from memplan.budget import Budget, budget
-from memplan.engines.base import ENGINES
-from memplan.engines.options import USUAL_ENGINE
 from memplan.errors import InvalidValue, MemplanError, MissingRule, PlanRefused, UnknownName
 from memplan.estimate import Estimate, StageEstimate, estimate
 from memplan.hardware import Cluster, Gpu, Interval, Link, Verdict, cluster, gpu, gpu_names
 from memplan.models import (
-    Gpt,
-    Llama,
     Model,
     TracedModel,
     model_from_config,
@@ -26,14 +22,17 @@ from memplan.version import version
 if TYPE_CHECKING:
     from memplan.advice import Advice, Change, advise
     from memplan.comparison import compare, why
+    from memplan.models.gpt import Gpt
+    from memplan.models.llama import Llama
     from memplan.oom import OomReport, explain_oom
     from memplan.search.questions import largest_model, longest_sequence, smallest_cluster
     from memplan.search.search import Found, search
     from memplan.tracing.tracer import trace
 
-ENGINES.named(USUAL_ENGINE)  # imports it: the first estimate need not
 LATER: Final = {
     "trace": "memplan.tracing.tracer",
+    "Gpt": "memplan.models.gpt",
+    "Llama": "memplan.models.llama",
     **dict.fromkeys(("compare", "why"), "memplan.comparison"),
     **dict.fromkeys(("OomReport", "explain_oom"), "memplan.oom"),
     **dict.fromkeys(("Advice", "Change", "advise"), "memplan.advice"),

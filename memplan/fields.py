@@ -75,7 +75,6 @@ class Count(Field):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Counts(Field):
     """Several whole numbers, each at least 0."""
 
@@ -93,7 +92,6 @@ class Counts(Field):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Number(Field):
     """A finite number above 0."""
 
@@ -105,7 +103,6 @@ class Number(Field):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Flag(Field):
     """True or False."""
 
@@ -144,7 +141,6 @@ class Registered(Field):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Name(Field):
     """A name that is looked up later; a value that is no text becomes its `repr`, which no table has."""
 
@@ -153,7 +149,6 @@ class Name(Field):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Names(Field):
     """Several names, each once, as a text with commas between them; a sequence of names becomes that."""
 

@@ -17,7 +17,8 @@ import click
 import numpy as np
 
 from memplan.estimate import estimate_plan
-from memplan.models import Gpt, Model, resolve
+from memplan.models import Model, resolve
+from memplan.models.gpt import Gpt
 from memplan.search.plans import VARIED
 from memplan.search.search import bases, cluster_of, searched, values_of
 from memplan.search.space import Space

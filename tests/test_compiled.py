@@ -7,7 +7,8 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
 import memplan
 from memplan import MissingRule, PlanRefused
-from memplan.models import Llama, implemented
+from memplan.models import implemented
+from memplan.models.llama import Llama
 from memplan.models.recording import Compiles
 from memplan.tracing import cache
 from validate.adapted import COMPILED, path_of

@@ -8,7 +8,8 @@ import pytest
 import memplan
 from memplan import MissingRule, PlanRefused
 from memplan.hardware import gpu
-from memplan.models import Llama, implemented
+from memplan.models import implemented
+from memplan.models.llama import Llama
 from memplan.record import ComputeKind
 from memplan.time.operations import operations_of
 

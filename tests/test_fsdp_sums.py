@@ -8,7 +8,7 @@ from memplan.device import CPU, CPU_OF_SHAPES, H100
 from memplan.engines.options import with_said
 from memplan.errors import MemplanError
 from memplan.estimate import estimate, rank_estimate
-from memplan.models import Llama
+from memplan.models.llama import Llama
 from memplan.plan import Plan
 from memplan.record import unrolled
 

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 import memplan
 from memplan.errors import InvalidValue, UnknownName
-from memplan.models import Decoder, Gpt, Llama, preset, preset_names, resolve
+from memplan.models import Decoder, preset, preset_names, resolve
 from memplan.models.families import FAMILIES
+from memplan.models.gpt import Gpt
+from memplan.models.llama import Llama
 from memplan.models.presets import model_of_entry, preset_source, preset_table
 from validate.cases import OWN, runnable
 from validate.systems.torch.modules import Transformer

@@ -14,7 +14,7 @@ from memplan.engines.checks import check_plan
 from memplan.engines.torch.orders import with_weights
 from memplan.errors import PlanRefused
 from memplan.estimate import rank_estimate
-from memplan.models import Llama
+from memplan.models.llama import Llama
 from memplan.orders import Loop, actions, counts, in_rows, under_way
 from memplan.passes.trace import traced
 from memplan.plan import Plan

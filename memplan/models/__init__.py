@@ -2,8 +2,6 @@
 
 from memplan.models.base import Decoder, Layers, Model, model_dict, not_adapted, not_divided_so
 from memplan.models.families import Family, implemented
-from memplan.models.gpt import Gpt
-from memplan.models.llama import Llama
 from memplan.models.lookup import divided, is_of_transformers, model_from_config, resolve, under_zero3
 from memplan.models.parameters import (
     counted_weights,
@@ -19,9 +17,7 @@ from memplan.models.traced import TracedModel
 __all__ = [
     "Decoder",
     "Family",
-    "Gpt",
     "Layers",
-    "Llama",
     "Model",
     "TracedModel",
     "counted_weights",

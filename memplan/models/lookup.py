@@ -24,8 +24,7 @@ from memplan.models.config import Config, WithoutRule, config_file, model_name, 
 from memplan.models.families import FAMILIES, implementations_of, implemented
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
-from memplan.models.recording import MIXTURE, TRAINER, ZERO3, ByTrainer, Compiles
-from memplan.models.torchtitan import FLOAT8, TORCHTITAN, TorchtitanLlama
+from memplan.models.recording import FLOAT8, MIXTURE, TORCHTITAN, TRAINER, ZERO3, ByTrainer, Compiles
 from memplan.models.trace_from_json import is_trace, model_from_trace
 from memplan.models.traced import TracedModel
 
@@ -153,6 +152,8 @@ def module_values(model: Model) -> dict[str, Any]:
     Raises:
         MissingRule: it has no such module.
     """
+    from memplan.models.torchtitan import TorchtitanLlama  # a family is imported when it is used
+
     if isinstance(model, TorchtitanLlama):
         return {TORCHTITAN: model.sizes()}
     values = model.config_values()

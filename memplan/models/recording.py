@@ -53,6 +53,12 @@ ZERO3: Final = "zero3"
 MIXTURE: Final = "torchtitan"
 """The key beside a config.json's own that asks for torchtitan's code, which is also its implementation."""
 
+TORCHTITAN: Final = "torchtitan_llama"
+"""The key of values that say what torchtitan's Llama is made of."""
+
+FLOAT8: Final = "float8"
+"""The key that names torchao's recipe, beside the keys of a config.json or torchtitan's sizes."""
+
 TRAINER: Final = "trainer"
 """The key beside a config.json's own under which is how transformers' Trainer calls the module."""
 

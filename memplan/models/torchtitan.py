@@ -1,7 +1,7 @@
 """Llama as torchtitan and torchtune ran it in 2024, after Meta's code: other operations, the same weights."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, final
+from typing import ClassVar, final
 
 from memplan.models.decoders import RotaryDecoder
 from memplan.ops import (
@@ -17,12 +17,6 @@ from memplan.ops import (
 )
 from memplan.placements import Replicate
 from memplan.tape import Tensor
-
-TORCHTITAN: Final = "torchtitan_llama"
-"""The key of values that say what torchtitan's module is made of."""
-
-FLOAT8: Final = "float8"
-"""The key that names torchao's recipe, beside the keys of a config.json or torchtitan's sizes."""
 
 
 @final

@@ -27,8 +27,7 @@ from memplan.errors import MemplanError, installed
 from memplan.files import file_text
 from memplan.mesh import Group, degrees_text
 from memplan.models.config import Config
-from memplan.models.recording import MIXTURE, Compiles
-from memplan.models.torchtitan import FLOAT8, TORCHTITAN
+from memplan.models.recording import FLOAT8, MIXTURE, TORCHTITAN, Compiles
 from memplan.models.trace_from_json import LARGEST_TRACE_BYTES, model_of_text
 from memplan.models.traced import TracedModel
 

@@ -30,8 +30,7 @@ from memplan.errors import (
 from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
-from memplan.models.recording import TRAINER, ZERO3, ByTrainer, Compiles, Scoring
-from memplan.models.torchtitan import FLOAT8
+from memplan.models.recording import FLOAT8, TRAINER, ZERO3, ByTrainer, Compiles, Scoring
 from memplan.models.traced import TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.cache import without_remarks

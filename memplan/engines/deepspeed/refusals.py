@@ -6,7 +6,9 @@ from typing import Final
 from memplan.engines.deepspeed.options import OF_STAGE_3, DeepSpeedOptions, deepspeed_options
 from memplan.engines.refusals import check_modelled, check_positions
 from memplan.errors import PlanRefused
-from memplan.models import Gpt, Llama, Model, TracedModel, ends_are_tied
+from memplan.models import Model, TracedModel, ends_are_tied
+from memplan.models.gpt import Gpt
+from memplan.models.llama import Llama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.plan import Plan
 

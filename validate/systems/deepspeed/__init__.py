@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from memplan import Plan
 from memplan.engines.deepspeed.options import DEEPSPEED_VERSION, OF_STAGE_3, deepspeed_options
 from memplan.errors import MemplanError, PlanRefused
-from memplan.models import Decoder, Llama
+from memplan.models import Decoder
+from memplan.models.llama import Llama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.tracing.torchtitan import rotations
 from validate.cases import Case

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from memplan.models import Decoder, Gpt, Llama
+from memplan.models import Decoder
+from memplan.models.gpt import Gpt
+from memplan.models.llama import Llama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.plan import Recompute
 from memplan.tracing.torchtitan import (
