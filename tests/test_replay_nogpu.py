@@ -6,6 +6,7 @@ real caching allocator, on a GPU that is not there. Nothing predicted is read fr
 
 import copy
 from collections import Counter
+from functools import partial
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from memplan.allocator import OutOfMemory
 from memplan.engines.options import plan_dict
 from memplan.errors import InvalidValue
 from memplan.hardware import gpu
+from memplan.tracing import cache
 from memplan.units import GiB
 from tests.replayed import EXPECTED
+from validate.adapted import on_file
 from validate.allocated import FIGURES, allocator_errors, allowed_bytes, twins_summary
 from validate.cases import Case
 from validate.gpus import Gpus
@@ -33,6 +36,16 @@ H100 = Gpus(
 FILES = {file.stem: list(read_records(file)) for file in sorted(FOLDER.glob("*.jsonl"))}
 
 LIMITED = {name: records for name, records in FILES.items() if name.endswith(("frontier", "allocator"))}
+
+
+@pytest.fixture(autouse=True)
+def traces_on_file(monkeypatch):
+    """Nothing is traced: what records need is on file."""
+
+    def missing(asked):
+        raise AssertionError(f"no trace of {asked.name} is on file; python -m validate.adapted writes it")
+
+    monkeypatch.setattr(cache, "_traced", partial(on_file, traced=missing))
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -10,7 +10,7 @@ from memplan.engines.options import with_said
 from memplan.errors import MemplanError
 from memplan.estimate import Estimate
 from memplan.hardware import Cluster, gpu_names, gpus_per_node
-from memplan.models import Model, has_sequence, resolve
+from memplan.models import Model, has_sequence, parameter_count, resolve
 from memplan.plan import Plan
 from memplan.search.plans import varied
 from memplan.search.search import searched
@@ -45,6 +45,10 @@ UNDIVIDED: Final[dict[str, Any]] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1}
 """The mesh beside adapters, but for data-parallel ranks."""
 
 
+LEAST_BYTES: Final = {"none": 2, "nf4": 0.5}
+"""The fewest bytes that a frozen weight takes, by `quantize`."""
+
+
 class Alternative(NamedTuple):
     """A change of a job, and the plan found that then holds least."""
 
@@ -77,10 +81,18 @@ def alternatives(model: Model, where: Cluster, plan: Plan) -> Iterator[Alternati
     if (found := _by_liger(theirs, where, plan)) is not None:
         yield Alternative("Liger's loss", found)
     for change, adapters in ADAPTERS.items() if plan.lora_rank is None else ():
-        found = _least(theirs, where, replace(plan, **adapters), offload=False, **UNDIVIDED)
-        if found is not None:
+        adapted = replace(plan, **adapters)
+        if not _can_be_held(theirs, where, adapted):
+            continue
+        if (found := _least(theirs, where, adapted, offload=False, **UNDIVIDED)) is not None:
             yield Alternative(change, found)
             break
+
+
+def _can_be_held(model: Model, where: Cluster, plan: Plan) -> bool:
+    """Whether all GPUs together have room for the frozen weights alone: a model with adapters is traced."""
+    usable = where.gpu.usable_bytes
+    return usable is None or parameter_count(model) * LEAST_BYTES[plan.quantize] <= usable * where.n_gpus
 
 
 def _by_liger(model: Model, where: Cluster, plan: Plan) -> Estimate | None:
