@@ -55,13 +55,17 @@ ROWS: Final = (
         keywords="async_tp async_tensor_parallel",
     ),
     NotModelled(
-        "preference training (TRL's DPO and its kind)",
-        "would hold a frozen reference model beside the trained one, or run this again without adapters, and "
-        "compute the log-probabilities of both in each step",
-        "count twice as many sequences as pairs, and a reference's weights beside the plan: 2 bytes each in "
-        "bfloat16, divided by dp with zero=3",
-        keywords=("reference_model ref_model precompute_ref_log_probs sync_ref_model dpo grpo kto orpo"),
-        values={"trainer": "trl-dpo dpo trl-grpo grpo trl-kto kto trl-reward"},
+        "preference and reward training other than DPO",
+        "would generate sequences in each step, or learn from single ones",
+        "use trainer='dpo', which holds a frozen reference or turns adapters off",
+        keywords="sync_ref_model grpo kto orpo",
+        values={"trainer": "trl-grpo grpo trl-kto kto trl-reward reward"},
+    ),
+    NotModelled(
+        "log-probabilities of DPO's reference that are computed ahead",
+        "would leave the reference out of each step, and out of memory",
+        "use trainer='dpo', which holds more",
+        keywords="precompute_ref_log_probs",
     ),
     NotModelled(
         "a scale of what adapters give",

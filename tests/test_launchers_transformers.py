@@ -50,18 +50,19 @@ def test_what_the_trainer_reduces_in_is_noted():
     assert any("reduces gradients in bfloat16, the plan in float32" in note for note in notes)
 
 
-@pytest.mark.parametrize("trainer", ["huggingface", "sft"])
+@pytest.mark.parametrize("trainer", ["huggingface", "sft", "dpo"])
 def test_what_the_trainer_trains_is_no_script_with_a_loop_of_its_own(trainer):
     asked = {"implementation": "huggingface", "optimizer_impl": "fused", "trainer": trainer}
-    found = estimate("qwen2.5-0.5b", cluster="1xh100-sxm", seq_len=128, **asked)
+    found = estimate("qwen2.5-0.5b", cluster="1xh100-sxm", seq_len=128, micro_batch=2, **asked)
     assert targets(found)[0] == "transformers"
     with pytest.raises(
         PlanRefused, match=f"trainer='{trainer}': .* a loop of its own; use --to transformers"
     ):
         exported(found, "torchrun")
-    assert any("max_length=128" in note for note in exported(found, "transformers").notes) == (
-        trainer == "sft"
-    )
+    written = exported(found, "transformers")
+    n_samples = 1 if trainer == "dpo" else 2
+    assert f'"per_device_train_batch_size": {n_samples}' in written.text
+    assert any("max_length=128" in note for note in written.notes) == (trainer != "huggingface")
 
 
 def test_the_norm_that_the_trainer_takes_anyway_is_noted():

@@ -17,7 +17,7 @@ from memplan.models.recording import size_at
 from memplan.models.trace_from_json import model_from_trace
 from memplan.models.workspaces import Asked, runs_of
 from memplan.ops.kernel_calls import kernel_events
-from memplan.record import Alloc, Compute, ComputeKind, unrolled
+from memplan.record import Alloc, Compute, ComputeKind, Free, unrolled
 from memplan.shapes import BF16, FP32, INT64, Buffer, DType
 from memplan.tape import OpContext
 from memplan.tracing.autocast import KEY, NARROW, WIDEST
@@ -448,6 +448,16 @@ class Cross(nn.Module):
     def forward(self, x):
         q, k = self.q * x, self.k * x
         return nn.functional.scaled_dot_product_attention(q, k, k).square().mean()
+
+
+@pytest.mark.parametrize("name", ["fused_attention", "efficient_attention"])
+def test_attention_without_a_backward_pass_leaves_its_output_alone(name):
+    (y,) = results = [Buffer("", (), BF16, 0, "temporaries")]
+    context = OpContext(device=H100, torch_release=(2, 13))
+    events = kernel_events(name, (2, 64, 64, 4, 4, 128, 0, 0), BF16, results, context)
+    made, freed = ([e.buffer for e in events if isinstance(e, kind)] for kind in (Alloc, Free))
+    assert set(made) - set(freed) == {y}
+    assert y.n_bytes == 2 * 64 * 4 * 128 * 2
 
 
 def test_cross_attention_in_float32_takes_what_its_kernel_allocates():

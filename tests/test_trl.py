@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer: what it adds to a step of transformers' Trainer, and what is refused."""
+"""TRL's SFTTrainer and DPOTrainer: what they add to a step of transformers' Trainer, and what is refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -78,6 +78,53 @@ def test_beside_adapters_the_output_layer_is_gathered_by_trl_itself():
 def test_plans_without_a_rule_are_refused(options, said):
     with pytest.raises(MissingRule, match=f"trainer='sft' with .*{said}"):
         estimated(**options)
+
+
+DPO: dict[str, Any] = {"trainer": "dpo", "micro_batch": 2}
+
+
+def test_the_reference_is_a_frozen_copy():
+    found, alone = estimated(**DPO), estimated(micro_batch=2)
+    ledger = found.ledger()
+    copied = ledger[ledger["name"].str.match(r"reference\..*\.weight")]
+    assert set(copied["kind"]) == {"weights"}
+    assert found.peak.weights_bytes == 2 * alone.peak.weights_bytes
+    assert found.peak.grads_bytes == alone.peak.grads_bytes
+    assert found.peak.optimizer_bytes == alone.peak.optimizer_bytes
+
+
+def test_beside_adapters_the_reference_is_the_model_without_them():
+    found, alone = (estimated(lora_rank=8, **by) for by in (DPO, {"micro_batch": 2}))
+    assert found.peak.weights_bytes == alone.peak.weights_bytes
+    once, twice = (sum(one.flops for one in each.stages) for each in (alone, found))
+    assert 1.95 < twice / once < 2  # two forward passes, of which one has no adapters
+
+
+def test_metrics_of_pairs_are_gathered_and_a_reference_has_no_buffers_to_broadcast():
+    found = estimated(**DPO | {"micro_batch": 4, "dp": 2})
+    sizes = {"entropy and logits": (3, 4), "numbers of tokens": (6, 8), "rewards": (6, 4 * 2)}
+    assert {name: (one.calls, one.payload_bytes) for name, one in gathers(found).items()} == {
+        name: (calls, 2 * n_bytes * calls) for name, (calls, n_bytes) in sizes.items()
+    }
+    (sent,) = (one for one in found.collectives if one.kind == "broadcast")
+    assert sent.payload_bytes == 2 * MODEL.d_head // 2 * 4
+
+
+@pytest.mark.parametrize(
+    "options,said",
+    [
+        ({"micro_batch": 1}, "micro_batch=1: pairs of a chosen and a rejected sequence.*micro_batch=2"),
+        (FSDP2, "zero=3, under which the reference is sharded too"),
+        (
+            {"lora_rank": 8, "quantize": "nf4", "precision": "bf16-autocast", "seq_len": 4096},
+            "quantize='nf4'",
+        ),
+        ({"precision": "fp16-mixed"}, "precision='fp16-mixed'"),
+    ],
+)
+def test_what_has_no_rule_under_dpo_is_refused(options, said):
+    with pytest.raises(MissingRule, match=f"trainer='dpo' with .*{said}"):
+        estimated(**DPO | options)
 
 
 def test_routers_are_refused():

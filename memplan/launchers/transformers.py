@@ -28,6 +28,9 @@ OPTIMIZERS: Final = {
 
 WHO: Final = "transformers' Trainer"
 
+CONFIGS: Final = {"sft": "SFTConfig", "dpo": "DPOConfig"}
+"""The classes of TRL that take the arguments too."""
+
 
 @final
 class Transformers(Launcher):
@@ -60,8 +63,9 @@ class Transformers(Launcher):
         plan = job.estimate.plan
         if plan.formats.stored == BF16:
             yield "The weights are in bfloat16 only if your script loads the model with dtype=torch.bfloat16."
-        if (trainer := plan_dict(plan)["trainer"]) == "sft":
-            yield f"trl.SFTConfig takes these arguments too; it also wants max_length={plan.seq_len}."
+        if (trainer := plan_dict(plan)["trainer"]) in CONFIGS:
+            config = CONFIGS[trainer]
+            yield f"trl.{config} takes these arguments too; it also wants max_length={plan.seq_len}."
         if trainer != "none":
             return
         yield from differences(job, WHO)
@@ -86,11 +90,11 @@ TRANSFORMERS: Final = Transformers()
 
 
 def training_arguments(plan: Plan) -> dict[str, Any]:
-    """The arguments of the Trainer that the plan decides."""
+    """The arguments of the Trainer that the plan decides; a sample of TRL's DPOTrainer is two sequences."""
     options = plan_dict(plan)
     found: dict[str, Any] = {
         "output_dir": "outputs",
-        "per_device_train_batch_size": plan.micro_batch,
+        "per_device_train_batch_size": plan.micro_batch // (2 if options["trainer"] == "dpo" else 1),
         "gradient_accumulation_steps": plan.n_micro_batches,
         "optim": OPTIMIZERS[plan.optimizer, options["optimizer_impl"]],
         "max_grad_norm": plan.clip_grad_norm or 0.0,

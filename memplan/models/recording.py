@@ -63,8 +63,15 @@ TRAINER: Final = "trainer"
 """The key beside a config.json's own under which is how transformers' Trainer calls the module."""
 
 
+REFERENCE: Final = "reference"
+"""The name of the frozen copy that TRL's DPOTrainer holds beside the module, as a part of it."""
+
+Reference = Literal["copy", "adapters off"]
+"""What TRL's DPOTrainer compares the trained model with: a frozen copy, or itself without its adapters."""
+
+
 class Scoring(NamedTuple):
-    """How TRL's SFTTrainer scores tokens: in tiles, so that a trace is of one micro-batch and length.
+    """How TRL's trainers score tokens: in tiles, so that a trace is of one micro-batch and length.
 
     `gathers_head`: the output layer's weight is a DTensor, which it gathers itself.
     """
@@ -77,12 +84,14 @@ class Scoring(NamedTuple):
 class ByTrainer(NamedTuple):
     """How transformers' Trainer calls a module: whether DDP clones outputs, whether FSDP2 casts floats.
 
-    `scoring`: how TRL's SFTTrainer does, which builds on it; None: the Trainer itself calls it.
+    `scoring`: how TRL's trainers do, which build on it; None: the Trainer itself calls it. `reference`: what
+    the DPOTrainer has beside the module; None: it is the SFTTrainer.
     """
 
     clones_outputs: bool = False
     casts_inputs: bool = False
     scoring: Scoring | None = None
+    reference: Reference | None = None
 
 
 ROTATES: Final = ("allgather", "alltoall")

@@ -29,6 +29,8 @@ def kernel_events(
 ) -> list[Event]:
     """What a kernel allocates and frees; `results` become its first results, and get their sizes.
 
+    The others are not made: attention without a backward pass to come has the output alone.
+
     Raises:
         MissingRule: on a CPU.
         InvalidValue: it has fewer results.
@@ -39,8 +41,9 @@ def kernel_events(
     made = list(KERNELS[name].rule(tape, sizes, dtype))
     if len(made) < len(results):
         raise InvalidValue(f"{name} has {len(made)} results, not {len(results)}; trace the module again.")
+    unmade = {one.storage.buffer for one in made[len(results) :] if one is not None and one.storage}
     del made[len(results) :]
-    found = [event for event in tape.events if isinstance(event, Alloc | Free)]
+    found = [e for e in tape.events if isinstance(e, Alloc | Free) and e.buffer not in unmade]
     new = {event.buffer for event in found if isinstance(event, Alloc)}
     own: dict[Buffer, Buffer] = {}
     left_out: list[Event] = []

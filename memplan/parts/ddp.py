@@ -499,7 +499,7 @@ class DistributedDataParallel(StageModule[DdpState]):
         torch/csrc/distributed/c10d/comm.cpp (`broadcast_coalesced`).
         """
         by_type: dict[DType, list[Buffer]] = {}
-        for buffer in self.stage.buffers:
+        for buffer in self.stage.synchronized_buffers:
             by_type.setdefault(buffer.dtype, []).append(buffer)
         for dtype, found in by_type.items():
             n_bytes = sum([buffer.n_bytes for buffer in found])

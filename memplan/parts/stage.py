@@ -9,6 +9,7 @@ from memplan.device import Device
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, Release, product_workspace_bytes
 from memplan.models import Layers, Model, TracedModel
 from memplan.models.base import Role as BlockRole
+from memplan.models.recording import REFERENCE
 from memplan.offload_activations import MOST_STASHED
 from memplan.passes.module_calls import Part
 from memplan.passes.recorded import recorded
@@ -174,6 +175,11 @@ class ModelStage(ABC):
         if isinstance(self.model, TracedModel) and self.plan.pp > 1:
             return tuple(self.model.buffers_beside(self.layers, self.plan.seq_len))
         return (*self.embedding_buffers, *self.model.buffers(self.plan.seq_len))
+
+    @property
+    def synchronized_buffers(self) -> list[Buffer]:
+        """The buffers that DDP broadcasts: not those of a reference, which it does not wrap."""
+        return [one for one in self.buffers if not one.name.startswith(f"{REFERENCE}.")]
 
     @property
     def embedding_buffers(self) -> tuple[Buffer, ...]:

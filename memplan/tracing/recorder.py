@@ -400,6 +400,11 @@ class Recorder(ShapesMode):
         """Whether a forward pass is run again in the backward pass, which itself records no gradients."""
         return self.section.phase == "backward" and torch.is_grad_enabled()
 
+    @property
+    def has_returned(self) -> bool:
+        """Whether the module's forward pass is over: a block that the loss calls is none of its units."""
+        return self.section.phase == "forward" and self.section.unit > self.n_blocks + 1
+
     def _on_device(self, out: Any) -> tuple[Tensor, ...]:
         """The tensors of a result that are in the device's memory."""
         return tuple([one for one in tensors(out) if one.device.type == self.device.type])

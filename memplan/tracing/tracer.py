@@ -738,7 +738,7 @@ class _Tracer:
         self, recorder: Recorder, forward: Callable[..., Any], unit: Unit, variant: Variant
     ) -> Callable[..., Any]:
         def block(*args: Any, **kwargs: Any) -> Any:
-            again = recorder.is_recomputing  # by the module itself
+            again = recorder.is_recomputing or recorder.has_returned  # by the module itself, or by the loss
             number = 0 if again else recorder.entered(unit, (args, kwargs))
             if variant.casts:
                 args, kwargs = _cast((args, kwargs), variant.weights)

@@ -1,6 +1,6 @@
 """A module of transformers as the Trainer calls it: what Accelerate, DDP or FSDP2 put around its forward."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, cast
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memplan.models.recording import ByTrainer
 from memplan.tracing.example import Loss
-from memplan.tracing.trl import loss_of_scores, with_scores
+from memplan.tracing.trl import loss_of_pairs, loss_of_scores, with_reference, with_scores
 
 N_ITEMS: Final = "num_items_in_batch"
 """The argument that says how many tokens a step has, over which the loss is a mean."""
@@ -25,19 +25,25 @@ def as_trainer_calls(module: nn.Module, by: ByTrainer, inputs: Mapping[str, Tens
     Source: transformers.trainer (`Trainer.compute_loss`); accelerate.accelerator
     (`Accelerator.prepare_model`); accelerate.utils.operations (`ConvertOutputsToFp32`).
     """
-    forward = module.forward if by.scoring is None else with_scores(module, by)
+    ones = torch.ones_like(inputs["input_ids"])
+    found = {"input_ids": inputs["input_ids"], "attention_mask": ones, "labels": inputs["labels"]}
+    forward: Callable[..., Any] = module.forward
+    unless_given = {N_ITEMS: 1.0}
+    if by.reference is not None:
+        forward, unless_given = with_reference(module, by), {}
+        found["completion_mask"] = torch.ones_like(found.pop("labels"))
+    elif by.scoring is not None:
+        forward, found[N_ITEMS] = with_scores(module, by), torch.ones((), dtype=torch.int64)
+    elif by.casts_inputs:
+        found[N_ITEMS] = torch.ones(())
 
     def called(**arguments: Any) -> Any:
-        output = forward(**{N_ITEMS: 1.0} | arguments)
+        output = forward(**unless_given | arguments)
         autocasts = torch.is_autocast_enabled(arguments["input_ids"].device.type)
         return tree_map_only(Tensor, _in_float32, output) if autocasts else output
 
     vars(module)["forward"] = called
-    ones = torch.ones_like(inputs["input_ids"])
-    found = {"input_ids": inputs["input_ids"], "attention_mask": ones, "labels": inputs["labels"]}
-    if by.scoring is not None:
-        return found | {N_ITEMS: torch.ones((), dtype=torch.int64)}
-    return found | ({N_ITEMS: torch.ones(())} if by.casts_inputs else {})
+    return found
 
 
 def _in_float32(output: Tensor) -> Tensor:
@@ -58,6 +64,8 @@ def loss_by_trainer(by: ByTrainer) -> Loss:
             del values
         if by.casts_inputs and by.scoring is None:
             output = tree_map_only(Tensor, partial(Tensor.to, dtype=output.logits.dtype), output)
+        if by.reference is not None:
+            return loss_of_pairs(output, *given) / 1  # by the number of micro-batches
         found: Tensor = output.loss if by.scoring is None else loss_of_scores(output, *given)
         return found
 
@@ -71,9 +79,9 @@ class _Sink(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        return tuple([one.clone() for one in outputs])
+        return tuple([None if one is None else one.clone() for one in outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -8,15 +8,19 @@ Source: trl.trainer.utils (`add_fused_lm_head`), trl.kernels.chunked_logprob (`C
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any, Final, NamedTuple, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from memplan.errors import MissingRule
-from memplan.models.recording import ByTrainer, Scoring
+from memplan.models.recording import REFERENCE, ByTrainer, Scoring
 
 TOKENS: Final = 4096
 """Tokens of a tile (`TOKEN_CHUNK_SIZE`)."""
@@ -24,25 +28,104 @@ TOKENS: Final = 4096
 VOCABULARY: Final = 32_768
 """Entries of the vocabulary of a tile (`_CHUNKED_LOGPROB_CHUNK_SIZE`)."""
 
+BETA: Final = 0.1
+"""The usual weight of a pair's difference (`DPOConfig.beta`)."""
+
 
 class Scores(NamedTuple):
     """What the module returns: of each token but the last (batch, seq - 1), and their loss.
+
+    What a trainer does not ask for is None.
 
     Source: trl.trainer.utils (`FusedCausalLMOutput`).
     """
 
     loss: Tensor
     log_probs: Tensor
-    entropy: Tensor
-    is_top1: Tensor
+    entropy: Tensor | None
+    mean_logits: Tensor | None
+    is_top1: Tensor | None
     label_mask: Tensor
 
 
-def with_scores(module: Any, by: ByTrainer) -> Callable[..., tuple[Scores, Tensor, Tensor]]:
-    """The forward of a causal language model of transformers that scores its labels.
+OF_SFT: Final = ("entropy", "is_top1")
+OF_DPO: Final = ("entropy", "mean_logits", "is_top1")
+"""What a trainer asks for beside the log-probabilities of tokens; of the reference it is nothing."""
 
-    It returns the mask of padding and the number of the batch's tokens too, which it is given. FSDP2
-    casts what it returns to the type that it gathers weights in.
+
+def with_scores(module: Any, by: ByTrainer) -> Callable[..., tuple[Scores, Tensor, Tensor]]:
+    """The forward of a causal language model of transformers under TRL's SFTTrainer.
+
+    It returns scores, and the mask of padding and the number of the batch's tokens, which it is given.
+
+    Raises:
+        MissingRule: as `_scorer`.
+    """
+    score = _scorer(module, by)
+
+    def forward(
+        *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, num_items_in_batch: Tensor
+    ) -> tuple[Scores, Tensor, Tensor]:
+        return score(input_ids, attention_mask, labels, OF_SFT), attention_mask, num_items_in_batch
+
+    return forward
+
+
+def with_reference(
+    module: Any, by: ByTrainer
+) -> Callable[..., tuple[Scores, Callable[[], Scores], Tensor, Tensor]]:
+    """The forward of a causal language model of transformers under TRL's DPOTrainer.
+
+    It returns the scores of chosen and rejected sequences, a function that gives the reference's, and the
+    masks that it is given. The module gets the frozen copy as a part, unless its adapters are turned off.
+
+    Assumes: prompts of one token, so that all others are scored; TRL's usual `disable_dropout`.
+    Source: trl.trainer.dpo_trainer (`DPOTrainer._compute_loss`).
+
+    Raises:
+        MissingRule: as `_scorer`.
+    """
+    for one in module.modules():
+        if isinstance(one, nn.Dropout):
+            one.p = 0.0
+    reference = deepcopy(module).requires_grad_(False) if by.reference == "copy" else None
+    score = of_reference = _scorer(module, by)
+    if reference is not None:
+        module.add_module(REFERENCE, reference)
+        of_reference = _scorer(reference, by)
+
+    def forward(
+        *, input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor
+    ) -> tuple[Scores, Callable[[], Scores], Tensor, Tensor]:
+        labels = input_ids.masked_fill(completion_mask == 0, -100)
+        device = input_ids.device.type
+        autocasts, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+        def refer() -> Scores:
+            without = _as_loaded(reference) if reference is not None else module.disable_adapter()
+            with torch.no_grad(), without, torch.autocast(device, dtype, enabled=autocasts):
+                return of_reference(input_ids, attention_mask, labels, ())
+
+        return score(input_ids, attention_mask, labels, OF_DPO), refer, attention_mask, completion_mask
+
+    return forward
+
+
+@contextmanager
+def _as_loaded(reference: nn.Module) -> Iterator[None]:
+    """A block in which the copy is as TRL loads it: weights require gradients, so that autocast keeps casts.
+
+    Source: trl.trainer.utils (`create_model_from_path`); aten/src/ATen/autocast_mode.cpp (`cached_cast`).
+    """
+    reference.eval().requires_grad_(True)
+    yield
+    reference.requires_grad_(False)
+
+
+def _scorer(module: Any, by: ByTrainer) -> Callable[[Tensor, Tensor, Tensor, tuple[str, ...]], Scores]:
+    """A function from tokens, the mask of padding, labels and what is asked for to a model's scores.
+
+    FSDP2 casts what it returns to the type that it gathers weights in.
 
     Raises:
         MissingRule: an output layer with a bias, or experts, whose router has a loss of its own.
@@ -58,25 +141,24 @@ def with_scores(module: Any, by: ByTrainer) -> Callable[..., tuple[Scores, Tenso
         ("the loss of a router of experts", hasattr(config, "output_router_logits")),
     ):
         if asked:
+            asked_by = "sft" if by.reference is None else "dpo"
             raise MissingRule(
-                f"trainer='sft' with {what} has no rule yet; use another model, or trainer='huggingface'.",
-                kind=f"SFTTrainer with {what}",
+                f"trainer={asked_by!r} with {what} has no rule yet; use another model, or "
+                "trainer='huggingface'.",
+                kind=f"TRL's trainers with {what}",
             )
     cap = getattr(config, "final_logit_softcapping", None)
     vars(head)["forward"] = partial(_scored, head, cap, scoring.gathers_head)
 
-    def forward(
-        *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, num_items_in_batch: Tensor
-    ) -> tuple[Scores, Tensor, Tensor]:
-        output = base.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        scores: Scores = head(output.last_hidden_state[:, :-1], labels[:, 1:])
-        if by.casts_inputs:
-            scores = Scores(
-                *[one.to(head.weight.dtype) if one.is_floating_point() else one for one in scores]
-            )
-        return scores, attention_mask, num_items_in_batch
+    def cast_by_fsdp(one: Tensor) -> Tensor:
+        return one.to(head.weight.dtype) if one.is_floating_point() else one
 
-    return forward
+    def score(ids: Tensor, of_padding: Tensor, labels: Tensor, asked: tuple[str, ...]) -> Scores:
+        output = base.base_model(input_ids=ids, attention_mask=of_padding, use_cache=False)
+        scores: Scores = head(output.last_hidden_state[:, :-1], labels[:, 1:], asked)
+        return tree_map_only(Tensor, cast_by_fsdp, scores) if by.casts_inputs else scores
+
+    return score
 
 
 def _enable_input_require_grads(base: Any) -> None:
@@ -96,7 +178,9 @@ def _enable_input_require_grads(base: Any) -> None:
     vars(embedding)["forward"] = embedded
 
 
-def _scored(head: Any, cap: float | None, gathers: bool, hidden: Tensor, labels: Tensor) -> Scores:
+def _scored(
+    head: Any, cap: float | None, gathers: bool, hidden: Tensor, labels: Tensor, asked: tuple[str, ...]
+) -> Scores:
     """The scores of labels by the output layer, whose logits are capped, and whose weight may be gathered."""
     mask = labels != -100
     on_cuda = hidden.device.type == "cuda"
@@ -105,14 +189,15 @@ def _scored(head: Any, cap: float | None, gathers: bool, hidden: Tensor, labels:
         head.weight.clone() if gathers else head.weight,
         cast(Any, _Chosen).apply(labels, mask) if on_cuda else labels.clamp(min=0).reshape(-1),
         cap,
+        asked,
     )
     if on_cuda:
-        found = (cast(Any, _Placed).apply(one, mask) for one in found)
+        found = (one if one is None else cast(Any, _Placed).apply(one, mask) for one in found)
     else:
-        found = (one.view(mask.shape).masked_fill(~mask, 0) for one in found)
-    log_probs, entropy, is_top1 = found
+        found = (one if one is None else one.view(mask.shape).masked_fill(~mask, 0) for one in found)
+    log_probs, entropy, mean_logits, is_top1 = found
     loss = -log_probs.sum() / mask.sum().clamp(min=1)
-    return Scores(loss, log_probs, entropy, is_top1, mask)
+    return Scores(loss, log_probs, entropy, mean_logits, is_top1, mask)
 
 
 def loss_of_scores(scores: Scores, of_padding: Tensor, n_items: Tensor) -> Tensor:
@@ -124,11 +209,30 @@ def loss_of_scores(scores: Scores, of_padding: Tensor, n_items: Tensor) -> Tenso
     loss = of_tokens.sum() / n_items.clamp(min=1)
     loss = loss * 1
     n_valid = scores.label_mask.sum().sum()
-    entropy = scores.entropy.detach().sum().sum()
-    n_correct = scores.is_top1.sum().sum()
+    entropy = cast(Tensor, scores.entropy).detach().sum().sum()
+    n_correct = cast(Tensor, scores.is_top1).sum().sum()
     entropy / n_valid
     n_correct / n_valid
     of_padding.sum().sum()
+    return loss
+
+
+def loss_of_pairs(
+    scores: Scores, refer: Callable[[], Scores], of_padding: Tensor, of_completions: Tensor
+) -> Tensor:
+    """The loss of pairs of a chosen and a rejected sequence, the chosen ones first.
+
+    Neglects: what is counted beside it.
+    Source: trl.trainer.dpo_trainer (`DPOTrainer._compute_loss`), 1.16.
+    """
+    of_tokens = scores.log_probs[:, -of_completions[..., 1:].size(1) :]
+    chosen, rejected = of_tokens.sum(dim=1).chunk(2)
+    referred = refer()
+    chosen_before, rejected_before = referred.log_probs.sum(dim=1).chunk(2)
+    of_chosen, of_rejected = chosen - chosen_before, rejected - rejected_before
+    difference = of_chosen - of_rejected
+    of_pairs = -F.logsigmoid(BETA * difference)
+    loss: Tensor = 0.0 + of_pairs.mean() * 1.0
     return loss
 
 
@@ -172,12 +276,15 @@ class _Placed(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """Log-probabilities of targets, entropies, and whether the target is the likeliest; each (tokens)."""
+    """Log-probabilities of targets, and what is `asked` for, else None; each (tokens).
+
+    That may be entropies, the mean of logits, and whether the target is the likeliest.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float | None, asked: tuple[str, ...]
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         n, device = hidden.shape[0], hidden.device
         autocasts = torch.is_autocast_enabled(device.type)
@@ -195,15 +302,16 @@ class _Tiles(torch.autograd.Function):
                 tile = tiles[: x.shape[0], : end - start]
                 torch.mm(x, weight[start:end].to(ctx.dtype).t(), out=tile)
                 if device.type == "cpu":
-                    _read(tile, targets[rows] - start, [one[rows] for one in kept], cap)
-        largest, total, weighted, _, _, before, of_target = kept
+                    _read(tile, targets[rows] - start, [one[rows] for one in kept], cap, asked)
+        largest, total, weighted, _, of_words, before, of_target = kept
         log_z = largest + torch.log(total)
         log_probs = of_target - log_z
-        entropy = log_z - weighted / total
-        is_top1 = (of_target >= largest) & (of_target > before)
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
-        ctx.mark_non_differentiable(is_top1)
-        return log_probs, entropy, is_top1
+        entropy = log_z - weighted / total if "entropy" in asked else None
+        mean = of_words / weight.shape[0] if "mean_logits" in asked else None
+        is_top1 = (of_target >= largest) & (of_target > before) if "is_top1" in asked else None
+        ctx.save_for_backward(hidden, weight, targets, log_z, log_z if entropy is None else entropy)
+        ctx.mark_non_differentiable(*[one for one in (mean, is_top1) if one is not None])
+        return log_probs, entropy, mean, is_top1
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -230,7 +338,7 @@ class _Tiles(torch.autograd.Function):
         of_hidden, of_weight = (
             wide[id(of)].to(of.dtype) if id(of) in wide else None for of in (hidden, weight)
         )
-        return of_hidden, of_weight, None, None
+        return of_hidden, of_weight, None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -241,16 +349,20 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.float(), b.float())
 
 
-def _read(tile: Tensor, local: Tensor, kept: list[Tensor], cap: float | None) -> None:
+def _read(tile: Tensor, local: Tensor, kept: list[Tensor], cap: float | None, asked: tuple[str, ...]) -> None:
     """Put a tile's part into the statistics on CPU; `local`: the targets' places in the tile."""
     z = _logits(tile.float(), cap)
-    before = torch.arange(z.shape[1], device=z.device) < local.unsqueeze(-1)
-    kept[5].copy_(torch.maximum(kept[5], z.masked_fill(~before, -math.inf).amax(-1)))
+    if "mean_logits" in asked:
+        kept[4].add_(z.sum(-1))
+    if "is_top1" in asked:
+        before = torch.arange(z.shape[1], device=z.device) < local.unsqueeze(-1)
+        kept[5].copy_(torch.maximum(kept[5], z.masked_fill(~before, -math.inf).amax(-1)))
     largest = torch.maximum(kept[0], z.amax(-1))
     rescale = torch.exp(kept[0] - largest)
     e = torch.exp(z - largest.unsqueeze(-1))
     kept[1].mul_(rescale).add_(e.sum(-1))
-    kept[2].mul_(rescale).add_((e * z).sum(-1))
+    if "entropy" in asked:
+        kept[2].mul_(rescale).add_((e * z).sum(-1))
     kept[0].copy_(largest)
     inside = (local >= 0) & (local < z.shape[1])
     target = z.gather(-1, local.clamp(0, z.shape[1] - 1).unsqueeze(-1)).squeeze(-1)

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer: one process, DDP and FSDP2, with its own options; flat lists of rows."""
+"""TRL's SFTTrainer (one process, DDP and FSDP2) and DPOTrainer (one process and DDP); flat lists of rows."""
 
 from typing import Any, Final
 
@@ -59,18 +59,49 @@ LARGE: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
 )
 """A preset, its layers, a plan's options, and the rank that runs alone."""
 
+LARGE_PAIRS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
+    (LLAMA, 32, {**LORA, "precision": "bf16-autocast", "recompute": "full", "seq_len": 2048}, None),
+    (LLAMA, 8, {**LORA, **DEFAULT}, None),
+    ("llama-3.2-1b", 16, {**DEFAULT, "seq_len": 2048}, None),
+    (QWEN, 4, {"precision": "bf16", "seq_len": 1024, "micro_batch": 4}, None),
+    (LLAMA, 2, {**DEFAULT, "dp": 8}, 1),
+    (QWEN, 8, {**LORA, **DEFAULT, "dp": 8, "global_batch": 32}, 3),
+)
+"""As `LARGE`, with pairs of sequences."""
+
+
+DPO: Final[dict[str, Any]] = {"trainer": "dpo", "micro_batch": 2}
+
+PAIRS: Final[tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = (
+    ("llama", {"precision": "fp32"}, APART),
+    ("llama", {"precision": "bf16-mixed", "micro_batch": 4}, APART),
+    ("qwen3", {"precision": "bf16"}, APART),
+    ("qwen3", {"precision": "bf16-mixed", "global_batch": 6, "recompute": "full"}, {}),
+    ("gpt", {"precision": "fp32", "recompute": "full"}, {}),
+    ("llama", {"dp": 2, "precision": "bf16-mixed", "recompute": "full"}, APART),
+    ("qwen3", {"dp": 2, "precision": "fp32", "micro_batch": 4, "global_batch": 16}, {}),
+    ("llama", {**LORA, "precision": "fp32"}, {}),
+    ("qwen3", {**LORA, "precision": "bf16-mixed", "recompute": "full"}, {}),
+    ("gemma2", {**LORA, "precision": "bf16", "lora_targets": "q_proj,v_proj", "lora_dropout": 0.1}, {}),
+    ("llama", {**LORA, "dp": 2, "precision": "bf16-mixed"}, {}),
+    ("qwen2", {**LORA, "dp": 2, "precision": "bf16-mixed", "recompute": "full", "global_batch": 8}, {}),
+)
+"""Families in small with pairs of sequences, for CPU ranks, and their sizes."""
+
 
 def trl() -> tuple[Case, ...]:
-    """SFTTrainer on CPU ranks: families in small."""
-    return tuple([in_small(family, SFT | own, **more) for family, own, more in SMALL])
+    """TRL's trainers on CPU ranks: families in small."""
+    rows = [*[(SFT, *row) for row in SMALL], *[(DPO, *row) for row in PAIRS]]
+    return tuple([in_small(family, by | own, **more) for by, family, own, more in rows])
 
 
 def gpu_trl(gpus: Gpus | None) -> tuple[Case, ...]:
-    """SFTTrainer on one GPU, or on one rank of a world with stand-ins for the others.
+    """TRL's trainers on one GPU, or on one rank of a world with stand-ins for the others.
 
     Raises:
         InvalidValue: without a GPU, for which alone Triton compiles its kernels.
     """
     if gpus is None:
         raise InvalidValue("gpu-trl has models of true size; use --device nogpu, or the suite trl.")
-    return tuple([large(preset, n, SFT | options, rank, gpus) for preset, n, options, rank in LARGE])
+    rows = [*[(SFT, *row) for row in LARGE], *[(DPO, *row) for row in LARGE_PAIRS]]
+    return tuple([large(preset, n, by | options, rank, gpus) for by, preset, n, options, rank in rows])

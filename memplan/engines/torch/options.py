@@ -5,7 +5,7 @@ from typing import Final, final
 
 from memplan.allocator import ALLOC_CONF
 from memplan.fields import Choice, Count, Flag, described
-from memplan.models.recording import ROTATES, ByTrainer, Compiles, Scoring
+from memplan.models.recording import ROTATES, ByTrainer, Compiles, Reference, Scoring
 from memplan.plan import Plan
 from memplan.shapes import DType
 
@@ -19,7 +19,8 @@ LIGER_KERNELS: Final = ("none", "fused_linear_cross_entropy")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch")
 """The options of FullyShardedDataParallel alone."""
-TRAINERS: Final = ("none", "huggingface", "sft")
+OF_TRL: Final = ("sft", "dpo")
+TRAINERS: Final = ("none", "huggingface", *OF_TRL)
 TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
@@ -136,7 +137,7 @@ class TorchOptions:
     trainer: str = described(
         "none",
         Choice(
-            "Whose loop trains: a plain one, transformers' Trainer or TRL's SFTTrainer, with what it adds",
+            "Whose loop trains: a plain one, transformers' Trainer, or TRL's SFTTrainer or DPOTrainer",
             choices=TRAINERS,
             word="trainer",
         ),
@@ -193,12 +194,14 @@ def called_by_trainer(plan: Plan) -> ByTrainer | None:
     trainer, scoring = torch_options(plan).trainer, None
     if trainer == "none":
         return None
-    if trainer == "sft":
+    if trainer in OF_TRL:
         scoring = Scoring(plan.micro_batch, plan.seq_len, gathers_head(plan))
+    reference: Reference = "copy" if plan.adapters is None else "adapters off"
     return ByTrainer(
         clones_outputs=finds_unused(plan),
         casts_inputs=plan.fsdp and plan.mixed,
         scoring=scoring,
+        reference=reference if trainer == "dpo" else None,
     )
 
 

@@ -14,6 +14,7 @@ from memplan.engines.refusals import (
 )
 from memplan.engines.torch.options import (
     FSDP1_OPTIONS,
+    OF_TRL,
     TorchOptions,
     compiled_blocks,
     gathers_head,
@@ -960,7 +961,8 @@ def _check_trainer(model: Model, plan: Plan) -> None:
             f"zero={plan.zero}, lora_rank={plan.lora_rank} with adapters or copies of the ends",
             "zero=0, or lora_targets='all-linear'",
         ),
-        *(_not_by_sft(model, plan) if options.trainer == "sft" else ()),
+        *(_not_by_trainers_of_trl(model, plan) if options.trainer in OF_TRL else ()),
+        *(_not_by_dpo(plan) if options.trainer == "dpo" else ()),
     )
     _check_set_by_trainer(plan, ends)
 
@@ -983,8 +985,21 @@ def _check_set_by_trainer(plan: Plan, ends: str) -> None:
         )
 
 
-def _not_by_sft(model: Model, plan: Plan) -> tuple[tuple[bool, str, str], ...]:
-    """What has no rule under TRL's SFTTrainer, as rows of `_check_trainer`."""
+def _not_by_dpo(plan: Plan) -> tuple[tuple[bool, str, str], ...]:
+    """What has no rule under TRL's DPOTrainer, or does not run there, as rows of `_check_trainer`."""
+    return (
+        (
+            plan.micro_batch % 2 > 0,
+            f"micro_batch={plan.micro_batch}: pairs of a chosen and a rejected sequence",
+            f"micro_batch={plan.micro_batch + 1}, and a global_batch that is a multiple of it",
+        ),
+        (plan.fsdp, f"zero={plan.zero}, under which the reference is sharded too", "zero=0"),
+        (plan.quantize != "none", f"quantize={plan.quantize!r}", "quantize='none'"),
+    )
+
+
+def _not_by_trainers_of_trl(model: Model, plan: Plan) -> tuple[tuple[bool, str, str], ...]:
+    """What has no rule under TRL's trainers, as rows of `_check_trainer`."""
     head = model.vocab_size if isinstance(model, Decoder) else 0
     return (
         (plan.fsdp and torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),

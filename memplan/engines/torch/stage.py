@@ -25,7 +25,7 @@ from memplan.engines.torch.sharding import (
     shard_rank,
     zero_redundancy_partition,
 )
-from memplan.engines.torch.trainer import KeptByTrainer, gathered, gathered_metrics, kept_by_trainer
+from memplan.engines.torch.trainer import METRICS, KeptByTrainer, gathered, kept_by_trainer
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided
@@ -173,9 +173,9 @@ class Stage(ModelStage):
         return is_of_torchtitan(self.model)
 
     def traced(self, kinds: tuple[BlockKind, ...]) -> Trace:
-        """The trace of one micro-batch, to which TRL's SFTTrainer adds what it tells all ranks of it."""
-        found = super().traced(kinds)
-        if self.options.trainer != "sft":
+        """The trace of one micro-batch, to which TRL's trainers add what they tell all ranks of it."""
+        found, metrics = super().traced(kinds), METRICS.get(self.options.trainer)
+        if metrics is None:
             return found
         head = found.head.events
         if gathers_head(self.plan):
@@ -183,7 +183,7 @@ class Stage(ModelStage):
         return replace(
             found,
             head=Segment(head),
-            loss=Segment((*found.loss.events, *gathered_metrics(self.plan))),
+            loss=Segment((*found.loss.events, *metrics(self.plan))),
         )
 
     @cached_property
@@ -191,8 +191,14 @@ class Stage(ModelStage):
         """What transformers' Trainer keeps from step to step; None: a plain loop trains."""
         if not self.has_trainer:
             return None
-        on_host = self.device.on_cpu
-        return kept_by_trainer(self.model, self.plan, self.trace, self.weight_dtype, on_host=on_host)
+        return kept_by_trainer(
+            self.model,
+            self.plan,
+            self.trace,
+            self.weight_dtype,
+            on_host=self.device.on_cpu,
+            counts_tokens=self.options.trainer != "dpo",
+        )
 
     @property
     def finds_unused(self) -> bool:

@@ -7,7 +7,7 @@ Neglects: what is allocated to count tokens.
 Source: transformers.trainer (`Trainer._run_epoch`, `Trainer.get_batch_samples`), 5.23.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -29,7 +29,8 @@ class KeptByTrainer:
     """What the Trainer keeps from step to step.
 
     Attributes:
-        batch: the tensors of the micro-batches, and how many tokens these have on all ranks.
+        batch: the tensors of the micro-batches, and how many tokens these have on all ranks, if it counts.
+        counts_tokens: it does, of all ranks.
         ahead: the next micro-batch, which is on the host: counted if the step runs there.
         last_loss: the last micro-batch's loss, which lives until that of the next is there.
         norm: the norm of the gradients.
@@ -37,6 +38,7 @@ class KeptByTrainer:
     """
 
     batch: tuple[Buffer, ...]
+    counts_tokens: bool
     ahead: tuple[Buffer, ...]
     last_loss: Buffer
     norm: Buffer
@@ -54,7 +56,7 @@ class KeptByTrainer:
 
 
 def kept_by_trainer(
-    model: Model, plan: Plan, trace: Trace, weight_dtype: DType, *, on_host: bool
+    model: Model, plan: Plan, trace: Trace, weight_dtype: DType, *, on_host: bool, counts_tokens: bool
 ) -> KeptByTrainer:
     """What the Trainer keeps of a model with this trace.
 
@@ -66,7 +68,8 @@ def kept_by_trainer(
     freed = [event.buffer for event in trace.end_of_backward.events if isinstance(event, Free)]
     losses = [buffer for buffer in freed if buffer.shape == ()]
     return KeptByTrainer(
-        batch=(*each * plan.n_micro_batches, buffer_of("tokens of the batch", (), FP32)),
+        batch=(*each * plan.n_micro_batches, *[buffer_of("tokens of the batch", (), FP32)] * counts_tokens),
+        counts_tokens=counts_tokens,
         ahead=each if on_host else (),
         last_loss=losses[-1],
         norm=buffer_of("norm of the gradients", (), weight_dtype),
@@ -83,7 +86,7 @@ def gathered(weight: Parameter, plan: Plan) -> Collective:
     return Collective(kind="all_gather", axis="dp", what=weight.name, payload_bytes=n_bytes)
 
 
-def gathered_metrics(plan: Plan) -> Iterator[Collective]:
+def metrics_of_tokens(plan: Plan) -> Iterator[Collective]:
     """The numbers of a micro-batch that TRL's SFTTrainer gathers from all ranks.
 
     Neglects: the bytes of their sums.
@@ -96,6 +99,26 @@ def gathered_metrics(plan: Plan) -> Iterator[Collective]:
         yield Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n * dtype.itemsize)
 
 
+def metrics_of_pairs(plan: Plan) -> Iterator[Collective]:
+    """The numbers of a micro-batch, and of each of its pairs, that TRL's DPOTrainer gathers from all ranks.
+
+    Neglects: the bytes of their sums.
+    Source: trl.trainer.dpo_trainer (`DPOTrainer._compute_loss`), 1.16.
+    """
+    n, pairs = plan.world_size, plan.micro_batch // 2
+    each = ("entropy and logits", 3, FP32, 1), ("numbers of tokens", 6, INT64, 1), ("rewards", 6, FP32, pairs)
+    for what, calls, dtype, n_numbers in each if n > 1 else ():
+        n_bytes = n * n_numbers * dtype.itemsize
+        yield Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n_bytes, calls=calls)
+
+
+METRICS: Final[Mapping[str, Callable[[Plan], Iterator[Collective]]]] = {
+    "sft": metrics_of_tokens,
+    "dpo": metrics_of_pairs,
+}
+"""What TRL's trainers gather beside the passes of a micro-batch."""
+
+
 def fetched(kept: KeptByTrainer | None, plan: Plan) -> Iterator[Stretch]:
     """A step's micro-batches, which take the place of those before."""
     if kept is not None:
@@ -103,4 +126,5 @@ def fetched(kept: KeptByTrainer | None, plan: Plan) -> Iterator[Stretch]:
         counted = Collective(
             kind="all_gather", axis="dp", what="tokens of the batch", payload_bytes=n * INT64.itemsize
         )
-        yield events("batch", [*allocs(*kept.batch), *[counted] * (n > 1), *frees(*kept.batch)])
+        gathers = n > 1 and kept.counts_tokens
+        yield events("batch", [*allocs(*kept.batch), *[counted] * gathers, *frees(*kept.batch)])

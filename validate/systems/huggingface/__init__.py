@@ -18,13 +18,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from memplan import Plan
+from memplan.engines.torch.options import OF_TRL
 from memplan.errors import MemplanError, PlanRefused
 from memplan.launchers.transformers import training_arguments
 from memplan.models import Decoder
 from memplan.shapes import FP32
 from validate.cases import Case, option
 from validate.systems import Training
-from validate.systems.huggingface.trl import masks_as_on_a_gpu, sft_trainer
+from validate.systems.huggingface.trl import dpo_trainer, masks_as_on_a_gpu, sft_trainer
 from validate.systems.torch.adapters import scales_of, with_adapters
 from validate.systems.torch.parallelize import torch_dtype
 from validate.systems.torch.wild import values_as_on_a_gpu, wild_of
@@ -90,7 +91,9 @@ class TrainerTraining(Training):
         return list(self._trainer.model_wrapped.parameters())
 
     def weights(self) -> Sequence[Tensor]:
-        return [*map(_local, self._parameters), *scales_of(self._trainer.model)]
+        reference = getattr(self._trainer, "ref_model", None)
+        frozen = [] if reference is None else list(reference.parameters())
+        return [*map(_local, [*self._parameters, *frozen]), *scales_of(self._trainer.model)]
 
     def grads(self) -> Sequence[Tensor]:
         return [_local(one.grad) for one in self._parameters if one.grad is not None]
@@ -125,12 +128,16 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         generator = torch.Generator().manual_seed(case.seed)
         ids = torch.randint(3, cast(Decoder, case.model).vocab_size, (plan.seq_len,), generator=generator)
         samples, callbacks = Samples(ids.tolist(), STEPS * plan.global_batch), [callback]
-        if option(plan, "trainer", "none") == "sft":
-            if not case.computes:
-                masks_as_on_a_gpu()
-            return sft_trainer(_module(case, device), asked, samples, callbacks)
+        trainer, module = option(plan, "trainer", "none"), _module(case, device)
+        if trainer in OF_TRL and not case.computes:
+            masks_as_on_a_gpu()
+        if trainer == "sft":
+            return sft_trainer(module, asked, samples, callbacks)
+        if trainer == "dpo":
+            stored = torch_dtype(plan.formats.stored)
+            return dpo_trainer(module, asked, samples, callbacks, stored)
         return transformers.Trainer(
-            model=_module(case, device),
+            model=module,
             args=transformers.TrainingArguments(**asked),
             train_dataset=samples,
             data_collator=transformers.default_data_collator,
