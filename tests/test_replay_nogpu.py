@@ -6,8 +6,8 @@ real caching allocator, on a GPU that is not there. Nothing predicted is read fr
 
 import copy
 from collections import Counter
-from functools import partial
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
