@@ -2,7 +2,7 @@
 
 from typing import Final, Literal, NamedTuple, get_args
 
-Quantized = Literal["none", "nf4", "nf4-double"]
+Quantized = Literal["none", "nf4", "nf4-double", "int8"]
 """How frozen weights of linears are held."""
 
 QUANTIZED: Final[tuple[str, ...]] = get_args(Quantized)

@@ -754,9 +754,10 @@ def estimate(
         lora_dropout: dropout before the adapters; left out, none.
         use_dora: DoRA, adapters with magnitudes.
         modules_to_save: modules that are trained whole beside the adapters, as "embed_tokens,lm_head".
-        quantize: how the frozen weights of linears are held, but for the head's: "none", "nf4"
-            (bitsandbytes), or "nf4-double", whose scales are quantized too. Under "bf16-mixed" all other
-            weights are in float32 then (`prepare_model_for_kbit_training`), under "bf16" in bfloat16.
+        quantize: how bitsandbytes holds the frozen weights of linears, but for the head's: "none", "nf4",
+            "nf4-double", whose scales are quantized too, or "int8", for inputs without outliers. Under
+            "bf16-mixed" all other weights are in float32 then (`prepare_model_for_kbit_training`), under
+            "bf16" in bfloat16.
         engine: "torch"; "deepspeed": DeepSpeed's ZeRO-0 to 3; "fairscale", "colossalai": FairScale's and
             Colossal-AI's ZeRO-1 and 2; "megatron": Megatron-Core; "textbook": the papers' closed forms, for
             teaching, which give no verdict; or one of another package's.

@@ -67,6 +67,9 @@ OPTIONS: Final = {
         "recompute_activations"
     ),
     "offload": "cpu_offload offload_params",
+    "quantize": "quantization",
+    "quantize='nf4'": "load_in_4bit qlora",
+    "quantize='int8'": "load_in_8bit",
     "clip_grad_norm": "max_grad_norm clip_grad gradient_clipping gradient_clip_val",
     "torch_version": "torch pytorch",
     "alloc_conf": "pytorch_cuda_alloc_conf expandable_segments",

@@ -172,7 +172,7 @@ class Plan:
         "none",
         Choice(
             "Hold the frozen weights of linears as bitsandbytes does: nf4 in 4 bits, nf4-double with their "
-            "scales quantized too",
+            "scales quantized too, int8 in 8 bits (LLM.int8())",
             choices=QUANTIZED,
             word="quantize",
         ),

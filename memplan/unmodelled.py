@@ -74,14 +74,20 @@ ROWS: Final = (
         keywords="lora_alpha use_rslora rslora",
     ),
     NotModelled(
-        "a frozen weight in 8 bits, or in 4 by other rules than nf4's",
-        "would be held in a half or a quarter of 16 bits, with scales of its own",
-        "use quantize='nf4' with lora_rank, or weights in bfloat16, which hold more",
-        keywords="load_in_8bit load_in_4bit qlora quantization",
+        "a frozen weight in 4 or 8 bits by other rules than bitsandbytes' nf4 and int8",
+        "would be held in a quarter or a half of 16 bits, with scales of its own",
+        "use quantize='nf4' or 'int8' with lora_rank, or weights in bfloat16, which hold more",
         values={
             "precision": "int8 int4 nf4 8bit 4bit",
-            "quantize": "int8 fp4 mxfp4 gptq awq hqq",
+            "quantize": "fp4 gptq awq hqq",
         },
+    ),
+    NotModelled(
+        "a frozen weight in MXFP4",
+        "would be held in 4 bits with a scale for each 32, which transformers does not train but makes "
+        "bfloat16 of (Mxfp4Config(dequantize=True))",
+        "leave it out with lora_rank, which plans frozen weights in bfloat16",
+        values={"quantize": "mxfp4"},
     ),
     NotModelled(
         "offloading of what blocks save that are not recomputed",

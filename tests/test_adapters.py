@@ -63,6 +63,34 @@ def test_four_bits_a_weight_and_a_scale_for_each_64(config):
     assert double == quantized // 2 + held + 14 * 16 * 4 + rest + 4 * ADAPTERS
 
 
+def test_eight_bits_a_weight_and_a_scale_for_each_output(config):
+    quantized = WHOLE - 1000 * 64 * 2 - 5 * 64
+    rest = 4 * (WHOLE - quantized)
+    scales = 4 * 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
+    weights, *_ = states(config, quantize="int8")
+    assert weights == quantized + scales + rest + 4 * ADAPTERS
+
+
+def test_the_node_of_a_product_in_eight_bits_keeps_its_input_where_blocks_are_recomputed_too(config):
+    """Of 2 blocks of 2,048 tokens in bfloat16: two normed inputs, the attention's output and the MLP's."""
+    asked: dict[str, Any] = {"lora_rank": 8, "seq_len": 2048, "recompute": "full", "precision": "bf16"}
+    in_four, in_eight = (
+        memplan.estimate(config, quantize=how, **asked).peak.activations_bytes for how in ("nf4", "int8")
+    )
+    assert in_eight - in_four == 2 * 2048 * 2 * (64 + 64 + 64 + 96)
+
+
+def test_a_bias_that_the_first_pass_casts_for_good_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**TINY, "attention_bias": True}))
+    asked: dict[str, Any] = {"lora_rank": 8, "seq_len": 64, "quantize": "int8"}
+    with pytest.raises(
+        MissingRule, match=r"bias, whose input is in another type, .*; use quantize='nf4', or"
+    ):
+        memplan.estimate(str(path), **asked)
+    assert memplan.estimate(str(path), precision="bf16", **asked).worst.peak_bytes > 0
+
+
 def test_dora_has_magnitudes_and_saved_modules_are_trained_whole(config):
     magnitudes = 2 * (2 * 64 + 2 * 32 + 2 * 96 + 64)
     whole = memplan.estimate(config, lora_rank=8, use_dora=True, seq_len=64).worst.states
@@ -87,7 +115,14 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"use_dora": True, "quantize": "nf4"}, MissingRule, "use_dora=True with quantize='nf4' has no rule yet"),
     ({"dp": 1, "tp": 2}, MissingRule, "lora_rank=8 with tp=2 has no rule yet; use tp=1"),
     ({"dp": 2, "zero": 3, "fsdp_version": 1}, MissingRule, "fsdp_version=1 has no rule yet; use fsdp_ver"),
-    ({"dp": 2, "zero": 3, "quantize": "nf4"}, MissingRule, "zero=3 of weights in 4 bits has no rule yet"),
+    ({"dp": 2, "zero": 3, "quantize": "nf4"}, MissingRule, "zero=3 of quantized weights has no rule yet"),
+    ({"dp": 2, "zero": 2, "quantize": "int8"}, MissingRule, "zero=2 of quantized weights has no rule yet"),
+    (
+        {"quantize": "int8", "trainer": "huggingface"},
+        MissingRule,
+        "trainer='huggingface', quantize='int8' has no rule yet; use quantize='nf4'",
+    ),
+    ({"quantize": "int8", "device": "cpu"}, MissingRule, "quantize='int8' of bitsandbytes has rules on GPUs"),
     ({"quantize": "nf4", "seq_len": 512}, MissingRule, "of 512 tokens, .*; use micro_batch and seq_len of"),
     ({"lora_targets": "wq"}, InvalidValue, "lora_targets='wq', .* not found .*; use .* names of down_proj,"),
     (

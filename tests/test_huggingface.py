@@ -147,7 +147,7 @@ def test_the_format_that_a_vendor_stores_weights_in_is_noted_and_ignored(read, c
 def test_weights_that_are_trained_through_adapters_are_not_planned_as_if_all_were(read, method):
     stored = {"quant_method": method, "load_in_4bit": True}
     with pytest.raises(
-        InvalidValue, match=r"is not planned by memplan; remove it to plan training of all weights .*QLoRA"
+        InvalidValue, match=r"is not planned by memplan; remove it to plan training of all weights, .*QLoRA"
     ):
         read(LLAMA_3_8B | {"quantization_config": stored})
 

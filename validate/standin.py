@@ -141,7 +141,10 @@ def materialised(module: nn.Module, device: torch.device, *, offload: bool = Fal
         if one.is_meta:
             return torch.empty_like(one, device=there)
         one.data = one.data.to(there)  # quantized: before its scales
-        return one.to(there)
+        moved = one.to(there)
+        if hasattr(one, "SCB"):  # in eight bits: what its linear keeps is of another tensor now
+            vars(one).update(vars(moved))
+        return moved
 
     cast(Any, module)._apply(come)
     for name, first in tied.items():

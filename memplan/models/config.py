@@ -150,7 +150,7 @@ class Config:
             )
         raise InvalidValue(
             f"quantization_config={_shown(found)} is not planned by memplan; remove it to plan training of "
-            "all weights (quantized ones are trained through adapters, QLoRA, which is not modelled yet)."
+            "all weights, or of adapters beside quantized ones (QLoRA: lora_rank, and quantize='nf4')."
         )
 
     def without(self, key: str) -> "Config":

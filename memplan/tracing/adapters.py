@@ -1,7 +1,7 @@
-"""A module of transformers with PEFT's adapters, and with linears whose frozen weights are of four bits.
+"""A module of transformers with PEFT's adapters, and with linears whose frozen weights are of few bits.
 
-PEFT's own code makes the adapters and runs. Of bitsandbytes only what its 4-bit product allocates is played,
-by PyTorch's operations on tensors without data, so that neither it nor a GPU is needed.
+PEFT's own code makes the adapters and runs. Of bitsandbytes only what its products allocate is played, by
+PyTorch's operations on tensors without data, so that neither it nor a GPU is needed.
 """
 
 from importlib import import_module
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memplan.adapters import ALL_LINEAR, Adapters
-from memplan.errors import InvalidValue, installed, reason
+from memplan.errors import InvalidValue, MissingRule, installed, reason
 
 BLOCK: Final = 64
 """Weights that share a scale (`blocksize` of `bitsandbytes.functional.quantize_4bit`)."""
@@ -26,6 +26,19 @@ CODES: Final = 16, 256
 
 FLOAT: Final = 4
 """Bytes of a float32."""
+
+OUTLIER: Final = 6.0
+"""From this size on an input's element, and all its column, is left out of a product in eight bits.
+
+Source: `transformers.utils.quantization_config:BitsAndBytesConfig` (`llm_int8_threshold`).
+"""
+
+INT8_MULTIPLE: Final = 8
+"""What divides the sizes of a weight in eight bits.
+
+Source: aten/src/ATen/native/cuda/Blas.cpp (`_int_mm_out_cuda`); bitsandbytes multiplies inputs of widths that
+4 does not divide in float32.
+"""
 
 
 def with_adapters(module: Any, asked: Adapters, compute: torch.dtype) -> nn.Module:
@@ -42,7 +55,7 @@ def with_adapters(module: Any, asked: Adapters, compute: torch.dtype) -> nn.Modu
     """
     module.to(compute)
     if asked.quantize != "none":
-        _quantize(module, compute, double=asked.quantize == "nf4-double")
+        _quantize(module, compute, asked.quantize)
         module.requires_grad_(False)
         for parameter in module.parameters():
             if parameter.is_floating_point():
@@ -81,29 +94,39 @@ def _peft() -> Any:
         return import_module("peft")
 
 
-def _quantize(module: Any, compute: torch.dtype, *, double: bool) -> None:
+def _quantize(module: Any, compute: torch.dtype, how: str) -> None:
     """Replace all linears but the head.
 
     Source: transformers.integrations.bitsandbytes (`replace_with_bnb_linear`), transformers.quantizers.base
     (`get_keys_to_not_convert`), `bitsandbytes.functional:name2qmap`.
     """
-    head = module.get_output_embeddings()
+    head, double = module.get_output_embeddings(), how == "nf4-double"
     for name, one in list(module.named_modules()):
         if type(one) is nn.Linear and one is not head:
-            module.set_submodule(name, QuantizedLinear(one, compute, double=double))
+            eight = how == "int8"
+            made = EightBitLinear(one) if eight else FourBitLinear(one, compute, double=double)
+            module.set_submodule(name, made)
     if double:  # of all weights together
         module.dynamic_map = _bytes(CODES[1] * FLOAT)
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear whose frozen weight is of four bits, with scales: for tensors without data.
+    """A linear whose frozen weight is of few bits: for tensors without data."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.bias = linear.bias
+
+
+class FourBitLinear(QuantizedLinear):
+    """A linear whose weight is of four bits, with scales.
 
     Source: `bitsandbytes.nn.modules:Linear4bit`, `bitsandbytes.functional:quantize_4bit` (0.50).
     """
 
     def __init__(self, linear: nn.Linear, compute: torch.dtype, *, double: bool) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.compute, self.bias, self.nested = compute, linear.bias, double
+        super().__init__(linear)
+        self.compute, self.nested = compute, double
         n = linear.weight.numel()
         self.n_scales = -(-n // BLOCK)
         self.weight = _bytes(-(-n // 2), 1)
@@ -121,6 +144,39 @@ class QuantizedLinear(nn.Linear):
         n_scales = self.n_scales if self.nested else 0
         y = cast(Any, _Product).apply(x.to(self.compute), self.weight, n_scales, shape, bias)
         return cast(Tensor, y.to(x.dtype))
+
+
+class EightBitLinear(QuantizedLinear):
+    """A linear whose weight is of eight bits, with a scale for each output.
+
+    Source: `bitsandbytes.nn.modules:Linear8bitLt` (0.50), without `has_fp16_weights`.
+
+    Raises:
+        MissingRule: sizes that cuBLAS does not multiply in eight bits; a bias in another type than the
+            input, to whose type the first pass casts it for good.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        shape = self.out_features, self.in_features
+        if any(n % INT8_MULTIPLE for n in shape):
+            raise MissingRule(
+                f"quantize='int8' of a weight of {shape[0]} x {shape[1]}, which is no multiple of "
+                f"{INT8_MULTIPLE}, has no rule yet; use quantize='nf4'.",
+                kind="a weight in 8 bits of odd sizes",
+            )
+        self.weight = _bytes(*shape)
+        self.scales = _bytes(self.out_features * FLOAT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, in the input's type."""
+        if self.bias is not None and self.bias.dtype != x.dtype:
+            raise MissingRule(
+                "quantize='int8' of a linear with a bias, whose input is in another type, has no rule yet; "
+                "use quantize='nf4', or precision='bf16'.",
+                kind="a bias beside a weight in 8 bits, of another type than the input",
+            )
+        return cast(Tensor, cast(Any, _EightBitProduct).apply(x, self.weight, self.bias))
 
 
 def _bytes(*shape: int) -> nn.Parameter:
@@ -153,6 +209,51 @@ class _Product(torch.autograd.Function):
         return torch.matmul(grad, _whole(n_scales, ctx.shape, grad)), None, None, None, None
 
 
+class _EightBitProduct(torch.autograd.Function):
+    """The product of inputs and a weight in eight bits; no input reaches the threshold of an outlier.
+
+    Its node itself holds the input, not as a saved tensor: until the whole backward pass is over, and where
+    the block is recomputed too.
+
+    Source: `bitsandbytes.autograd._functions:MatMul8bitLt`; bitsandbytes/backends/default/ops.py
+    (`int8_scaled_mm`); bitsandbytes/backends/cuda/ops.py (`int8_mm_dequant`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        narrow, scales = _in_eight_bits(rows.to(torch.float16))
+        sums = torch._int_mm(narrow, weight.view(torch.int8).t())
+        product = sums.to(torch.float16)
+        if bias is not None:
+            product.add_(bias)
+        ctx.shape, ctx.weight = x.shape, weight
+        ctx.input = rows if ctx.needs_input_grad[0] else None
+        found = product.to(x.dtype)
+        del narrow, scales  # not before
+        return found.reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        rows = grad.reshape(-1, grad.shape[-1]).contiguous()
+        whole = torch.empty(ctx.weight.shape, dtype=rows.dtype, device=rows.device)
+        whole.mul_(torch.empty(len(whole), 1, dtype=torch.float32, device=rows.device))
+        return torch.matmul(rows, whole).view(ctx.shape), None, None
+
+
+def _in_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in eight bits, and their scales; which elements are outliers is known meanwhile.
+
+    Source: bitsandbytes/backends/cuda/ops.py (`int8_vectorwise_quant`).
+    """
+    scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    found = x.to(torch.int8)
+    outliers = x.abs() >= OUTLIER
+    outliers.any()
+    return found, scales
+
+
 def _scales(n: int, device: torch.device) -> list[Tensor]:
     """The scales of a weight as floats, where they are quantized; without their offset."""
     return [torch.empty(n, dtype=torch.float32, device=device)] if n else []
@@ -172,7 +273,7 @@ def _whole(n_scales: int, shape: Any, like: Tensor) -> Tensor:
 def _quantized_lora() -> Any:
     """PEFT's class of adapters beside quantized linears, of which it makes its own where bitsandbytes is.
 
-    Source: `peft.tuners.lora.layer:Linear`; peft/tuners/lora/bnb.py (`Linear4bit`).
+    Source: `peft.tuners.lora.layer:Linear`; peft/tuners/lora/bnb.py (`Linear4bit`, `Linear8bitLt`).
     """
     layer: Any = import_module("peft.tuners.lora.layer")
 
@@ -189,10 +290,11 @@ def _quantized_lora() -> Any:
 def _lora_forward(self: Any, x: Tensor) -> Tensor:
     """The output of a quantized linear and of its adapters.
 
-    Source: peft/tuners/lora/bnb.py (`Linear4bit.forward`).
+    Source: peft/tuners/lora/bnb.py (`Linear4bit.forward`, `Linear8bitLt.forward`).
     """
     result: Tensor = self.base_layer(x)
-    result = result.clone()
+    if isinstance(self.base_layer, FourBitLinear):
+        result = result.clone()
     for name in self.active_adapters:
         a, b = self.lora_A[name], self.lora_B[name]
         dropout, scaling = self.lora_dropout[name], self.scaling[name]

@@ -28,6 +28,7 @@ _ATTENTION_BACKWARD: Final = ComputeKind.ATTENTION_BACKWARD, slice(1, 4)
 PLACES: Final[Mapping[Any, tuple[ComputeKind, slice]]] = {
     ATEN.mm: (ComputeKind.MM, slice(2)),
     ATEN.addmm: (ComputeKind.MM, slice(1, 3)),
+    ATEN._int_mm: (ComputeKind.MM, slice(2)),
     ATEN.bmm: (ComputeKind.BMM, slice(2)),
     ATEN.baddbmm: (ComputeKind.BMM, slice(1, 3)),
     ATEN._scaled_mm: (ComputeKind.SCALED_MM, slice(2)),

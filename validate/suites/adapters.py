@@ -80,6 +80,10 @@ AT_TRUE_SIZE: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16", "dp": 8, "zero": 3, "recompute": "full", "clip_grad_norm": 1.0},
     {"precision": "bf16-mixed", "dp": 4, "zero": 2, "recompute": "full"},
     {"precision": "bf16-mixed", "dp": 4, "dp_replicate": 2, "zero": 3, "fsdp_units": "block+ends"},
+    {"precision": "bf16-mixed", "quantize": "int8", "recompute": "full"},
+    {"precision": "bf16", "quantize": "int8", "micro_batch": 2, "seq_len": 2048},
+    {"precision": "bf16-mixed", "dp": 2, "quantize": "int8"},
+    {"precision": "bf16", "dp": 8, "quantize": "int8", "micro_batch": 2, "recompute": "full"},
 )
 """One GPU, and one rank of 2 to 8."""
 

@@ -508,13 +508,18 @@ def _check_adapters(model: Model, plan: Plan) -> None:
         (plan.formats.loss_scaled, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
         (
             plan.fsdp and plan.quantize != "none",
-            f"zero={plan.zero} of weights in 4 bits",
+            f"zero={plan.zero} of quantized weights",
             "zero=0 or 1, or quantize='none'",
         ),
         (
-            plan.quantize != "none" and n_tokens <= MOST_FUSED_TOKENS,
+            plan.quantize == "int8" and options.trainer != "none",
+            f"trainer={options.trainer!r}, quantize='int8'",
+            "quantize='nf4'",
+        ),
+        (
+            plan.quantize.startswith("nf4") and n_tokens <= MOST_FUSED_TOKENS,
             f"quantize={plan.quantize!r} of {n_tokens} tokens, for which bitsandbytes has other kernels",
-            f"micro_batch and seq_len of more than {MOST_FUSED_TOKENS:,} tokens, or quantize='none'",
+            f"micro_batch and seq_len of more than {MOST_FUSED_TOKENS:,} tokens, or quantize='int8'",
         ),
     )
     for asked, what, other in not_modelled:
@@ -1165,6 +1170,12 @@ def check_device(plan: Plan, device: Device) -> None:
         raise MissingRule(
             f"optimizer={plan.optimizer!r} of {package} has rules on GPUs only; use adamw, or device='cuda'.",
             kind=f"an optimizer of {package} on CPU",
+        )
+    if device.on_cpu and plan.quantize != "none":
+        raise MissingRule(
+            f"quantize={plan.quantize!r} of bitsandbytes has rules on GPUs only; use quantize='none', or "
+            "device='cuda'.",
+            kind="quantized weights on CPU",
         )
     if device.on_cpu and torch_options(plan).liger_kernel != "none":
         raise PlanRefused(

@@ -1,4 +1,4 @@
-"""Adapters as people train them: PEFT's, beside frozen weights that bitsandbytes may hold in four bits."""
+"""Adapters as people train them: PEFT's, beside frozen weights that bitsandbytes may hold in few bits."""
 
 from importlib import import_module
 from typing import Any, cast
@@ -11,7 +11,7 @@ from memplan import Plan
 from memplan.adapters import Adapters
 from memplan.errors import PlanRefused
 from memplan.shapes import FP32
-from memplan.tracing.adapters import lora_config
+from memplan.tracing.adapters import OUTLIER, lora_config
 from validate.systems.torch.parallelize import torch_dtype
 
 
@@ -42,31 +42,45 @@ def _quantize(module: Any, asked: Adapters, device: torch.device) -> None:
     """
     if device.type == "cpu":
         raise PlanRefused(f"quantize={asked.quantize!r} is run on GPUs; use a GPU, or --device nogpu.")
-    own, head = _imported("bitsandbytes").nn, module.get_output_embeddings()
+    head = module.get_output_embeddings()
     for name, one in list(module.named_modules()):
         if type(one) is nn.Linear and one is not head:
-            made = own.Linear4bit(
-                one.in_features,
-                one.out_features,
-                bias=one.bias is not None,
-                compute_dtype=one.weight.dtype,
-                compress_statistics=asked.quantize == "nf4-double",
-                quant_type="nf4",
-                device="meta",
-            )
+            made = _quantized(one, asked.quantize)
             options = {key: value for key, value in vars(made.weight).items() if key != "data"}
             weight = torch.empty(one.weight.shape, dtype=one.weight.dtype, device="cpu")
             with device:  # not on `meta`, where the rest is made
-                made.weight = own.Params4bit(weight, requires_grad=False, **options).to(device).to("cpu")
+                found = type(made.weight)(weight, requires_grad=False, **options)
+                made.weight = found.to(device).to("cpu")
             made.bias = one.bias
             module.set_submodule(name, made)
     torch.cuda.empty_cache()
-    module.is_loaded_in_4bit = True
+    setattr(module, "is_loaded_in_8bit" if asked.quantize == "int8" else "is_loaded_in_4bit", True)
+
+
+def _quantized(linear: nn.Linear, how: str) -> Any:
+    """bitsandbytes' linear in this one's place, as transformers makes it; its weight is yet to come."""
+    own = _imported("bitsandbytes").nn
+    sizes: Any = {"bias": linear.bias is not None, "device": "meta"}
+    if how == "int8":
+        shape = linear.in_features, linear.out_features
+        return own.Linear8bitLt(*shape, has_fp16_weights=False, threshold=OUTLIER, **sizes)
+    return own.Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        compute_dtype=linear.weight.dtype,
+        compress_statistics=how == "nf4-double",
+        quant_type="nf4",
+        **sizes,
+    )
 
 
 def scales_of(module: nn.Module) -> list[torch.Tensor]:
-    """What is held beside quantized weights: their scales, and the values of their codes."""
-    held: list[torch.Tensor] = []
+    """What is held beside quantized weights: their scales, and the values of their codes.
+
+    The first pass moves the scales of weights in eight bits to their linear's state.
+    """
+    in_eight = [cast(Any, one) for one in module.modules() if hasattr(getattr(one, "weight", None), "SCB")]
+    held = [one.weight.SCB if one.state.SCB is None else one.state.SCB for one in in_eight]
     for weight in module.parameters():
         state = getattr(weight, "quant_state", None)
         if state is not None:
