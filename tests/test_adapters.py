@@ -141,6 +141,13 @@ def test_what_has_no_rule_is_refused_with_a_way_out(config, asked, error, said):
         memplan.estimate(config, **{"lora_rank": 8, "seq_len": 2048, **asked})
 
 
+@pytest.mark.parametrize("how", ["nf4", "int8"])
+def test_products_that_are_not_linears_are_not_left_whole_in_silence(how):
+    """transformers quantizes GPT-2's Conv1D too."""
+    with pytest.raises(MissingRule, match=f"quantize='{how}' of GPT2LMHeadModel, .* Conv1D .* no rule yet"):
+        memplan.estimate("gpt2", lora_rank=8, micro_batch=2, seq_len=1024, quantize=how)
+
+
 def test_a_model_that_is_none_of_transformers_has_no_adapters():
     with pytest.raises(MissingRule, match=r"lora_rank is of PEFT.*; use implementation='huggingface'"):
         memplan.estimate("llama-3-8b", implementation="reference", lora_rank=8)

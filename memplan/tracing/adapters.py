@@ -97,11 +97,20 @@ def _peft() -> Any:
 def _quantize(module: Any, compute: torch.dtype, how: str) -> None:
     """Replace all linears but the head.
 
+    Raises:
+        MissingRule: a module of transformers' Conv1D, as GPT-2 is.
+
     Source: transformers.integrations.bitsandbytes (`replace_with_bnb_linear`), transformers.quantizers.base
     (`get_keys_to_not_convert`), `bitsandbytes.functional:name2qmap`.
     """
     head, double = module.get_output_embeddings(), how == "nf4-double"
     for name, one in list(module.named_modules()):
+        if type(one).__name__ == "Conv1D":  # which transformers quantizes too
+            raise MissingRule(
+                f"quantize={how!r} of {type(module).__name__}, whose products are Conv1D of transformers and "
+                "not torch.nn.Linear, has no rule yet; use another model, or quantize='none'.",
+                kind="quantized weights of GPT-2's Conv1D",
+            )
         if type(one) is nn.Linear and one is not head:
             eight = how == "int8"
             made = EightBitLinear(one) if eight else FourBitLinear(one, compute, double=double)
