@@ -281,6 +281,7 @@ FSDP1: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tuple(
 OFFLOADED: Final = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 
 UNTIED: Final = replace(runnable("gpt2-xl"), tied_head=False)
+HPZ_4: Final = {"zero_hpz_partition_size": 4}
 
 DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tuple(
     (model, {"engine": "deepspeed", **options}, ranks)
@@ -355,8 +356,9 @@ DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tu
         (runnable("gpt2-xl"), {"dp": 8, "zero": 1, "seq_len": 1024, **FULL}, (0,)),
         (runnable("gpt2-xl"), {"dp": 8, "zero": 2, "seq_len": 1024, "micro_batch": 2}, (7,)),
         (runnable("gpt2-xl"), {"dp": 64, "zero": 2, "seq_len": 1024, "precision": "fp16-mixed"}, (1,)),
-        (UNTIED, {"dp": 16, "zero": 3, "seq_len": 1024, **FULL, "zero_hpz_partition_size": 4}, (0,)),
-        (UNTIED, {"dp": 8, "zero": 3, "seq_len": 1024, "zero_hpz_partition_size": 4, "global_batch": 16}, (7,)),
+        (UNTIED, {"dp": 16, "zero": 3, "seq_len": 1024, **FULL, **HPZ_4}, (0,)),
+        (UNTIED, {"dp": 8, "zero": 3, "seq_len": 1024, "global_batch": 16}, (7,)),
+        (UNTIED, {"dp": 8, "zero": 3, "seq_len": 1024, "global_batch": 16, **HPZ_4}, (7,)),
     )
 )
 """One rank of 7 to 256 under DeepSpeed's ZeRO-0 to 3; `initialize` holds all weights twice."""

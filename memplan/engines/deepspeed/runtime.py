@@ -149,9 +149,9 @@ class DeepSpeedEngine:
         """The rank's allocations and frees from the module's weights on."""
         optimizer = self.optimizer
         return AllocatorProgram(
-            init=tuple(self._init()), setup=tuple(self._setup()), step=step, first_step=first_step or self._first_step(),
+            init=tuple(self._init()), setup=tuple(self._setup()), step=step, kept=Counter(optimizer.kept),
+            first_step=first_step or self._first_step(),
             states=tuple(optimizer.made_in_step), update_name=UPDATE_NAME, beside=self.stage.workspaces,
-            kept=Counter(optimizer.kept),
             handed_on=frozenset([self.trace.boundary]), streams=dict(optimizer.on_own_stream),
         )  # fmt: skip
 
