@@ -381,7 +381,7 @@ class Estimate:
 
     @property
     def _outside_allocator(self) -> Interval:
-        found = outside_allocator(self.plan.mesh.n_communicators)
+        found = outside_allocator(self.engine.n_communicators(self.plan))
         own_bytes = self.engine.outside_bytes(self.plan, self.model)
         return Interval(found.low_bytes + own_bytes, found.high_bytes + own_bytes)
 
@@ -806,6 +806,7 @@ def estimate(
             stage3_max_live_parameters: gathered elements beyond which nothing is prefetched.
             stage3_max_reuse_distance: weights that are used within so many elements again stay gathered.
             sub_group_size: elements of a partition that ZeRO-3 updates at a time.
+            zero_hpz_partition_size: ranks that divide ZeRO-3's second copy of the weights (hpZ); 1: none.
             offload_optimizer: DeepSpeed's optimizer is on the host, "cpu" or "cpu-pinned", or not, "none".
             offload_param: ZeRO-3's partitions of weights are on the host, "cpu", or not, "none".
             reduce_buffer_size: elements of a bucket of FairScale's ShardedDataParallel; 0: no buckets.

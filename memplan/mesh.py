@@ -8,8 +8,8 @@ A *view* (`VIEWS`) is another division of the ranks of neighbouring axes, dp x c
 2 x tp, ep=4 are groups of 4 of these 16 ranks, and efsdp are the 4 ranks with the same place in their groups.
 
 A *group* is an axis, a view or what they leave ("efsdp"), several neighbouring axes or views as one
-("dp_replicate x dp"), all ranks (`WORLD`), or a rank and its host (`HOST`). Sizes are whole numbers, or NumPy
-arrays over plans.
+("dp_replicate x dp"), some neighbouring ranks of an axis ("8 of dp"), all ranks (`WORLD`), or a rank and its
+host (`HOST`). Sizes are whole numbers, or NumPy arrays over plans.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,6 +42,9 @@ HOST: Final[Group] = "host"
 
 TIMES: Final = " x "
 """Between the axes of a group of several."""
+
+OF: Final = " of "
+"""Between a number of neighbouring ranks and their axis."""
 
 
 @final
@@ -253,6 +256,8 @@ class Mesh:
                 return self.n_ranks
             case "host":
                 return 1
+        if OF in group:
+            return int(group.partition(OF)[0])
         own = self.sizes | self.views
         return prod(own[checked_group(axis)] for axis in group.split(TIMES))
 
@@ -267,7 +272,7 @@ class Mesh:
             return 1
         if group == REST:
             return self.n_viewed
-        names, axes = list(self.sizes), [checked_group(axis) for axis in group.split(TIMES)]
+        names, axes = list(self.sizes), [checked_group(axis) for axis in axis_of_part(group).split(TIMES)]
         if axes[-1] in self.views:
             return prod(list(self.views.values())[list(self.views).index(axes[-1]) + 1 :])
         places = [names.index(axis) for axis in axes]
@@ -292,7 +297,7 @@ class Mesh:
 
 
 def inner_first(groups: Mapping[Group, Any]) -> Iterator[Group]:
-    """Groups from the innermost axis to the outermost, then views, of several axes, all ranks, the host.
+    """Groups from the innermost axis to the outermost, views, of several or parts, all ranks, the host.
 
     Raises:
         UnknownName: an axis that there is not.
@@ -301,7 +306,8 @@ def inner_first(groups: Mapping[Group, Any]) -> Iterator[Group]:
     ['tp', 'pp', 'dp_replicate x dp', 'host']
     """
     views = *VIEWS, REST
-    names = [*reversed(axis_names()), *views, *[group for group in groups if TIMES in group], WORLD, HOST]
+    composed = [group for group in groups if TIMES in group or OF in group]
+    names = [*reversed(axis_names()), *views, *composed, WORLD, HOST]
     for unknown in set(groups).difference(names):
         AXES.checked_name(unknown)
     yield from [group for group in names if group in groups]
@@ -322,13 +328,27 @@ def _has_several(n_ranks: Count) -> bool:
     return n_ranks > 1 if isinstance(n_ranks, int) else bool((n_ranks > 1).any())
 
 
+def part_of(axis: str, n_ranks: int) -> Group:
+    """The group of so many neighbouring ranks of an axis.
+
+    >>> Mesh({"dp": 16, "tp": 2}).size(part_of("dp", 4)), Mesh({"dp": 16, "tp": 2}).stride("4 of dp")
+    (4, 2)
+    """
+    return f"{n_ranks}{OF}{axis}"
+
+
+def axis_of_part(group: Group) -> Group:
+    """The axis whose ranks a group is a part of, or the group itself."""
+    return group.rpartition(OF)[2]
+
+
 def sends_along(group: Group) -> bool:
     """Whether the ranks of a group send to the next and the previous one alone.
 
     Raises:
         UnknownName: an axis that there is not.
     """
-    if group == WORLD or TIMES in group or group in (*VIEWS, REST):
+    if group == WORLD or TIMES in group or OF in group or group in (*VIEWS, REST):
         return False
     return AXES.named(group).sends_along
 
@@ -341,7 +361,7 @@ def waits_of(group: Group) -> str:
     """
     if group == HOST:
         raise UnknownName("the host is no group of ranks.")
-    first = group.partition(TIMES)[0]
+    first = axis_of_part(group).partition(TIMES)[0]
     if first in VIEWS:
         return VIEWS[first].waits
     return "dp" if group in (WORLD, REST) else AXES.named(first).waits

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from memplan.engines.options import plan_of
 from memplan.errors import MemplanError, MissingRule
 from memplan.estimate import rank_estimate
 from memplan.launchers.deepspeed import read_configuration
+from memplan.mesh import Mesh, inner_first, part_of, sends_along, waits_of
 from memplan.models.lookup import resolve
 from memplan.parts.flat import Partitions, calls_of, slots_of
 from memplan.shapes import BF16, Parameter
 from memplan.testing import check_laws
 from tests.traced import trace_of
+from validate.cases import runnable
 from validate.suites.models import GPT, LLAMA
 
 USUAL: dict[str, Any] = {"engine": "deepspeed", "dp": 4, "seq_len": 32, "reduce_bucket_size": 10_000}
@@ -68,6 +71,8 @@ LAWFUL: list[dict[str, Any]] = [
     {"zero": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "global_batch": 16},
     {"zero": 3, "dp": 3, "global_batch": 15, "recompute": "full", "overlap_comm": False},
     {"zero": 3, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0},
+    {"zero": 3, "zero_hpz_partition_size": 2, "global_batch": 12, "stage3_max_reuse_distance": 0},
+    {"zero": 3, "zero_hpz_partition_size": 4, "offload_optimizer": "cpu", "stage3_max_reuse_distance": 0},
 ]
 
 
@@ -166,8 +171,55 @@ def test_zero3_on_the_host_leaves_one_module_s_weights_and_one_partition_of_grad
     assert copied["gradients to the host"] == (2 + 4) * size
 
 
+def test_hpz_holds_a_second_partition_and_gathers_it_among_neighbours():
+    """Forward gathers all weights among all ranks, backward among two."""
+    asked: dict[str, Any] = USUAL | {"zero": 3, "micro_batch": 1, "stage3_param_persistence_threshold": 0}
+    asked |= {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    usual, hpz = (memplan.estimate(GPT, **asked, zero_hpz_partition_size=n) for n in (1, 2))
+    slots = slots_of(DeepSpeedStage(GPT, usual.plan, H100, None).trained)
+    size = sum([slot.part(4) for slot in slots]) * 2
+    before = {c.axis: c.payload_bytes for c in usual.collectives if c.kind == "all_gather"}
+    after = {c.axis: c.payload_bytes for c in hpz.collectives if c.kind == "all_gather"}
+    assert set(before) == {"dp"}
+    assert set(after) == {"dp", "2 of dp"}
+    assert after["dp"] + after["2 of dp"] == before["dp"]
+    assert after["dp"] == size * 4  # each weight once
+    wire = {c.axis: c.wire_bytes for c in hpz.collectives if c.kind == "all_gather"}
+    assert wire["2 of dp"] * 2 == after["2 of dp"]
+    assert hpz.worst.rest_bytes == usual.worst.rest_bytes
+    assert 0 < hpz.peak.total_bytes - usual.peak.total_bytes <= size * 4 // 2
+    assert hpz.device_bytes is not None
+
+
+def test_ranks_of_a_part_of_an_axis_are_neighbours():
+    mesh = Mesh({"dp": 16, "tp": 2})
+    group = part_of("dp", 4)
+    assert (mesh.size(group), mesh.stride(group), waits_of(group), sends_along(group)) == (4, 2, "dp", False)
+    assert list(inner_first({group: 1, "dp": 2, "host": 3})) == ["dp", group, "host"]
+    with pytest.raises(MemplanError, match="dq"):
+        mesh.stride(part_of("dq", 4))
+
+
+def test_what_zero_3_releases_is_decided_once():
+    """In the second micro-batch of the first step persistent weights are not there, so less is prefetched."""
+    asked: dict[str, Any] = USUAL | {"zero": 3, "dp": 8, "micro_batch": 1, "seq_len": 1024}
+    asked |= {"reduce_bucket_size": 500_000_000, "global_batch": 16}
+    gathered = [
+        (c.calls, c.payload_bytes)
+        for c in memplan.estimate(replace(runnable("gpt2-xl"), tied_head=False), **asked).collectives
+        if c.kind == "all_gather"
+    ]
+    assert gathered == [(716, 9_110_604_800)]  # as DeepSpeed's run without a GPU has it
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
+    ({"zero": 3, "zero_hpz_partition_size": 3}, "zero_hpz_partition_size=3 does not divide dp=4"),
+    ({"zero": 2, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size=2 is of another ZeRO stage"),
+    (
+        {"zero": 3, "zero_hpz_partition_size": 2, "offload_optimizer": "cpu", "offload_param": "cpu"},
+        "zero_hpz_partition_size beside partitions of weights on the host",
+    ),
     ({"zero": 2, "sub_group_size": 10}, "sub_group_size=10 is of another ZeRO stage"),
     ({"zero": 2, "offload": True}, "offload=True"),
     ({"zero": 3, "offload_param": "cpu"}, "offload_param='cpu' beside optimizer states on the GPU"),
@@ -310,6 +362,7 @@ def test_what_a_configuration_says_wrongly_is_named(changed, said):
     [
         {"zero": 1, "overlap_comm": True, "offload_optimizer": "cpu", "precision": "fp16-mixed"},
         {"zero": 3, "offload_optimizer": "cpu-pinned", "offload_param": "cpu", "optimizer": "adamw"},
+        {"zero": 3, "zero_hpz_partition_size": 4},
     ],
 )
 def test_an_export_reads_back_as_the_plan(tmp_path, asked):

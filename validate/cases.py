@@ -159,6 +159,8 @@ class Case:
             return "only that the loss falls: other people's modules may normalise over the batch"
         if self.model.dropout:
             return "only that the loss falls: one process would drop other elements"
+        if self.plan.engine == "deepspeed" and not self.plan.zero:
+            return "only that the loss falls: DeepSpeed's set-up has updated on zeros, which Adam counts"
         if option(self.plan, "optimizer_in_backward", False):
             return "only that the loss falls: when the backward pass ends, its gradients are gone"
         if self.device == "cuda" and self.plan.world_size == 1:

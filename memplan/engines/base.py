@@ -319,6 +319,11 @@ class Engine(ABC):
         """
         raise MissingRule(f"engine={self.name!r} gives no bounds.")
 
+    def n_communicators(self, plan: Plan) -> int:
+        """NCCL communicators of a plan's groups."""
+        n: int = plan.mesh.n_communicators
+        return n
+
     def outside_bytes(self, plan: Plan, model: Model) -> int:
         """Bytes that it holds on each GPU outside the caching allocator, beside NCCL's."""
         return 0

@@ -54,6 +54,7 @@ class EngineOptions(TypedDict, total=False):
     stage3_max_live_parameters: int
     stage3_max_reuse_distance: int
     sub_group_size: int
+    zero_hpz_partition_size: int
     offload_optimizer: Literal["none", "cpu", "cpu-pinned"]
     offload_param: Literal["none", "cpu"]
     reduce_buffer_size: int

@@ -39,7 +39,7 @@ OFFLOAD_PARAM_KEYS: Final = {
 
 OF_STAGE_3: Final = (
     *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
-    *("stage3_max_reuse_distance", "sub_group_size"),
+    *("stage3_max_reuse_distance", "sub_group_size", "zero_hpz_partition_size"),
 )
 """Keys of `zero_optimization` that only stage 3 reads."""
 
@@ -63,7 +63,6 @@ AT_DEFAULT: Final[Mapping[str, Any]] = {
     **dict.fromkeys(("round_robin_gradients", "parameter_alignment", "zero_quantized_weights"), False),
     **dict.fromkeys(("zero_quantized_gradients", "cpu_offload", "cpu_offload_param"), False),
     **dict.fromkeys(("zenflow", "mics_shard_size"), None),
-    "zero_hpz_partition_size": 1,
     **dict.fromkeys(("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential"), False),
     "stage3_module_granularity_threshold": 0,
 }

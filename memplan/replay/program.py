@@ -15,6 +15,8 @@ from memplan.shapes import Buffer
 class AllocatorProgram:
     """The allocations and frees of one rank: `setup`, then, with an empty cache and new peaks, steps.
 
+    Before the setup comes `init`, after which the cache is emptied too.
+
     Between steps everything that the step has left allocated is freed (gradients), except optimizer state and
     what is `kept`. Of what `first_step` leaves, only what `step` leaves too is freed, so that zeroed
     gradients stay.
@@ -36,6 +38,7 @@ class AllocatorProgram:
 
     setup: tuple[Event, ...]
     step: Stretch
+    init: tuple[Event, ...] = ()
     received: Sequence[tuple[Buffer, int]] = ()
     start: tuple[Event, ...] = ()
     first_step: Stretch | None = None

@@ -187,6 +187,8 @@ class _Replay:
         """For each stage, the micro-batches between the two parts of their backward pass."""
         self.requests: dict[Buffer, tuple[Pool, int]] = {}
         self.compiled: dict[Stretch, list[_Operation]] = {}
+        self._play(self._operations(program.init))
+        allocator.release_cached()
         self._play(self._operations(program.setup))
         self.setup_peaks = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
         allocator.release_cached()

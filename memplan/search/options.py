@@ -72,6 +72,7 @@ class PlanOptions(TypedDict, total=False):
     stage3_max_live_parameters: int | Iterable[int]
     stage3_max_reuse_distance: int | Iterable[int]
     sub_group_size: int | Iterable[int]
+    zero_hpz_partition_size: int | Iterable[int]
     offload_optimizer: str | Iterable[str]
     offload_param: str | Iterable[str]
     reduce_buffer_size: int | Iterable[int]

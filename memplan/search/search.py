@@ -194,7 +194,8 @@ class Found:
 
 def _reserved_more(estimate: Estimate) -> int:
     """The bytes that the caching allocator may reserve beyond what the worst stage allocates."""
-    outside, device = outside_allocator(estimate.plan.mesh.n_communicators), estimate.device_bytes
+    outside = outside_allocator(estimate.engine.n_communicators(estimate.plan))
+    device = estimate.device_bytes
     held = estimate.worst.peak_bytes + outside.high_bytes
     return 0 if device is None else device.high_bytes - held
 

@@ -15,6 +15,7 @@ from validate.suites.adapters import adapters
 from validate.suites.architectures import architectures
 from validate.suites.both import gpu_both
 from validate.suites.colossalai import colossalai
+from validate.suites.deepspeed import deepspeed
 from validate.suites.divided import context, divided, experts
 from validate.suites.drawn import drawn
 from validate.suites.fairscale import fairscale
@@ -48,6 +49,7 @@ SUITES: Final[dict[str, Callable[[], tuple[Case, ...]]]] = {
     "fsdp1": fsdp1,
     "fairscale": fairscale,
     "colossalai": colossalai,
+    "deepspeed": deepspeed,
     "divided": divided,
     "experts": experts,
     "torchtitan": torchtitan,

@@ -280,6 +280,9 @@ FSDP1: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tuple(
 
 OFFLOADED: Final = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 
+UNTIED: Final = replace(runnable("gpt2-xl"), tied_head=False)
+HPZ_4: Final = {"zero_hpz_partition_size": 4}
+
 DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tuple(
     (model, {"engine": "deepspeed", **options}, ranks)
     for model, options, ranks in (
@@ -341,6 +344,11 @@ DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tu
         (WIDE, {"dp": 64, "zero": 3, **FULL, **OFFLOADED, "precision": "fp16-mixed"}, (5,)),
         (WIDE, {"dp": 64, "zero": 3, **FULL, **OFFLOADED, "stage3_prefetch_bucket_size": 0}, (0,)),
         (WIDE, {"dp": 64, "zero": 3, **FULL, **OFFLOADED, "sub_group_size": 10_000_000}, (0,)),
+        (WIDE, {"dp": 16, "zero": 3, **FULL, "zero_hpz_partition_size": 8}, (0, 11)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "zero_hpz_partition_size": 2, "global_batch": 24}, (3,)),
+        (WIDE, {"dp": 64, "zero": 3, "zero_hpz_partition_size": 8, "precision": "fp16-mixed"}, (63,)),
+        (WIDE, {"dp": 8, "zero": 3, **FULL, "zero_hpz_partition_size": 8, "overlap_comm": False}, (0,)),
+        (WIDE, {"dp": 64, "zero": 3, "zero_hpz_partition_size": 8, "stage3_max_reuse_distance": 0}, (5,)),
         (LARGE, {"dp": 64, "zero": 3, **FULL}, (0,)),
         (LARGE, {"dp": 256, "zero": 3, **FULL, "global_batch": 512}, (255,)),
         (GPT3, {"dp": 256, "zero": 3, **FULL}, (17,)),
@@ -348,6 +356,9 @@ DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tu
         (runnable("gpt2-xl"), {"dp": 8, "zero": 1, "seq_len": 1024, **FULL}, (0,)),
         (runnable("gpt2-xl"), {"dp": 8, "zero": 2, "seq_len": 1024, "micro_batch": 2}, (7,)),
         (runnable("gpt2-xl"), {"dp": 64, "zero": 2, "seq_len": 1024, "precision": "fp16-mixed"}, (1,)),
+        (UNTIED, {"dp": 16, "zero": 3, "seq_len": 1024, **FULL, **HPZ_4}, (0,)),
+        (UNTIED, {"dp": 8, "zero": 3, "seq_len": 1024, "global_batch": 16}, (7,)),
+        (UNTIED, {"dp": 8, "zero": 3, "seq_len": 1024, "global_batch": 16, **HPZ_4}, (7,)),
     )
 )
 """One rank of 7 to 256 under DeepSpeed's ZeRO-0 to 3; `initialize` holds all weights twice."""
@@ -366,6 +377,8 @@ DEEPSPEED_OF_TRANSFORMERS: Final[tuple[tuple[Model, dict[str, Any], int], ...]] 
     (LLAMA, {"dp": 256, "zero": 3, **FULL, "global_batch": 768, "clip_grad_norm": 1.0}, 100),
     (LLAMA, {"dp": 8, "zero": 3, "recompute": "full", "recompute_blocks": 16}, 5),
     (LLAMA, {"dp": 8, "zero": 3, **FULL, "stage3_max_reuse_distance": 0}, 0),
+    (LLAMA, {"dp": 16, "zero": 3, **FULL, "zero_hpz_partition_size": 8}, 0),
+    (LLAMA, {"dp": 64, "zero": 3, "zero_hpz_partition_size": 8, "global_batch": 128}, 63),
     (LLAMA, {"dp": 8, "zero": 3, **FULL, "stage3_prefetch_bucket_size": 200_000_000}, 0),
     (LLAMA, {"dp": 7, "zero": 3, **FULL, "stage3_param_persistence_threshold": 5_000_000}, 6),
     (QWEN, {"dp": 8, "zero": 1, **FULL, "overlap_comm": True}, 0),
@@ -379,6 +392,8 @@ DEEPSPEED_OF_TRANSFORMERS: Final[tuple[tuple[Model, dict[str, Any], int], ...]] 
     (GPT_OF_HF, {"dp": 8, "zero": 3, "seq_len": 1024, "micro_batch": 8}, 0),
     (GPT_OF_HF, {"dp": 64, "zero": 3, "seq_len": 1024, "global_batch": 192, **FULL}, 63),
     (GPT_OF_HF, {"dp": 8, "zero": 3, "seq_len": 1024, "stage3_max_reuse_distance": 0}, 1),
+    (GPT_OF_HF, {"dp": 16, "zero": 3, "seq_len": 1024, "micro_batch": 4, "zero_hpz_partition_size": 4}, 9),
+    (TIED, {"dp": 8, "zero": 3, **FULL, "zero_hpz_partition_size": 4, "offload_optimizer": "cpu"}, 0),
     (TIED, {"dp": 8, "zero": 2}, 0),
     (TIED, {"dp": 8, "zero": 3, **FULL, "recompute_blocks": 8, "precision": "fp16-mixed"}, 0),
     (TIED, {"dp": 256, "zero": 3, "micro_batch": 2}, 200),

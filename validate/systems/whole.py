@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from memplan.mesh import part_of
 from memplan.models import Decoder
 from memplan.plan import Rank
 from validate.cases import Case
@@ -25,10 +26,10 @@ from validate.systems.torch.wild import (
 
 
 def axis_of_groups() -> dict[str, str]:
-    """All groups of all ranks are of the data axis; frameworks make several."""
+    """All groups of several ranks are of the data axis, or of a part of it; frameworks make several."""
     n = dist.get_world_size()
-    names = dist.distributed_c10d._world.pg_names
-    return {str(name): "dp" for group, name in names.items() if group.size() == n}
+    sizes = {str(name): group.size() for group, name in dist.distributed_c10d._world.pg_names.items()}
+    return {name: "dp" if size == n else part_of("dp", size) for name, size in sizes.items() if size > 1}
 
 
 def losses(case: Case, module: Any, at: Rank, device: torch.device) -> Callable[[int], Tensor]:

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, final
 
 from memplan.engines.deepspeed.options import DeepSpeedOptions
 from memplan.engines.deepspeed.zero_optimizer import host_copy
+from memplan.mesh import Group, part_of
 from memplan.parts.flat import Slot
 from memplan.passes.module_calls import Containers, Part
 from memplan.record import COMPUTE, Collective, Event, ModuleHook, RecordEvent, WaitStream, allocs, frees
@@ -38,7 +39,8 @@ class PartitionedParameterCoordinator:
     `whole`, `alone`: what each parameter is gathered into: copied out of a flat tensor, or its own. `flats`:
     the flat tensors so far. `persistent`: what an update gathers, and keeps: parameters of at most
     `stage3_param_persistence_threshold` elements. `sent`: a copy of a parameter's partition that the host
-    keeps, as it is gathered.
+    keeps, as it is gathered. `secondary`: under hpZ a partition of each parameter among `neighbours`; it is
+    made when the parameter is first released after an update (`has_secondary`), and gathered from then on.
     """
 
     def __init__(
@@ -66,13 +68,31 @@ class PartitionedParameterCoordinator:
             slot: [buffer_of("partition from the host", (slot.part(n_ranks),), dtype)] * on_host
             for slot in slots
         }
+        n_neighbours = options.zero_hpz_partition_size
+        self.neighbours = "dp" if n_neighbours == n_ranks else part_of("dp", n_neighbours)
+        self.secondary = {
+            slot: buffer_of(
+                f"{slot.parameter.name} (secondary)",
+                (slot.part(n_ranks) * n_ranks // n_neighbours,),
+                dtype,
+                "weights",
+            )
+            for slot in slots
+            if n_neighbours > 1
+        }
+        self.has_secondary = set[Slot]()
+        self._kept: dict[tuple[Slot, int], bool] = {}
         self.available = dict(self.persistent)
         self._is_first = self._records = False
         self.reset_step()
 
     def start_training(self) -> None:
-        """Nothing is gathered, and the next micro-batch records the order: it gathers nothing ahead."""
+        """Nothing is gathered, all have been partitioned, and the next micro-batch records the order.
+
+        It gathers nothing ahead.
+        """
         self.available, self._is_first = {}, True
+        self.has_secondary = {*self.secondary}
 
     def reset_step(self) -> None:
         """The start of a forward pass of the whole module."""
@@ -115,8 +135,15 @@ class PartitionedParameterCoordinator:
         yield from self._all_gather(ahead)
 
     def _all_gather(self, asked: Iterable[Slot]) -> Iterator[Event]:
-        """One all-gather; of a single parameter into its own tensor (`all_gather_coalesced`)."""
-        slots = tuple(sorted(asked, key=IN_ORDER))
+        """An all-gather of what has a secondary partition, among neighbours, and one of the rest."""
+        slots = sorted(asked, key=IN_ORDER)
+        kept = tuple([slot for slot in slots if slot in self.has_secondary])
+        yield from self._all_gather_coalesced(kept, self.neighbours)
+        left = tuple([slot for slot in slots if slot not in self.has_secondary])
+        yield from self._all_gather_coalesced(left, "dp")
+
+    def _all_gather_coalesced(self, slots: tuple[Slot, ...], axis: Group) -> Iterator[Event]:
+        """One all-gather; of a single parameter into its own tensor."""
         if not slots:
             return
         n_elements = sum([slot.part(self.n_ranks) for slot in slots]) * self.n_ranks
@@ -130,7 +157,7 @@ class PartitionedParameterCoordinator:
         sent = [copy for slot in slots for copy in self.sent[slot]]
         yield from self._from_host(sent)
         yield from frees(*sent[: several * len(sent)])  # they have been joined
-        yield self.all_gather(flat.n_bytes)
+        yield self.all_gather(flat.n_bytes, axis)
         yield RecordEvent(self._event(slots[0]), ALL_GATHER)
 
     @staticmethod
@@ -141,10 +168,10 @@ class PartitionedParameterCoordinator:
             yield host_copy("weights", copy.n_bytes, stream)
 
     @staticmethod
-    def all_gather(n_bytes: int) -> Collective:
+    def all_gather(n_bytes: int, axis: Group = "dp") -> Collective:
         """An all-gather of weights, on a stream of its own."""
         what = "gather weights"
-        return Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n_bytes, stream=ALL_GATHER)
+        return Collective(kind="all_gather", axis=axis, what=what, payload_bytes=n_bytes, stream=ALL_GATHER)
 
     @staticmethod
     def _event(slot: Slot) -> str:
@@ -176,13 +203,20 @@ class PartitionedParameterCoordinator:
         """
         for slot in own:
             self.active.get(slot, set()).discard(module)
-            if not self.active.get(slot) and not self._is_kept(slot):
+            is_kept = not self._records and self._is_kept(slot)
+            if not self.active.get(slot) and not is_kept:
                 yield from self._release(slot, saved=recomputed)
 
     def _is_kept(self, slot: Slot) -> bool:
-        """Whether a parameter is not released: used again within `stage3_max_reuse_distance` elements."""
-        if self._records:
-            return False
+        """Whether a parameter is not released: used again within `stage3_max_reuse_distance` elements.
+
+        It is decided once, in the first micro-batch that has an order (`functools.lru_cache`).
+        """
+        if (slot, self.step_id) not in self._kept:
+            self._kept[slot, self.step_id] = self._is_used_soon(slot)
+        return self._kept[slot, self.step_id]
+
+    def _is_used_soon(self, slot: Slot) -> bool:
         if slot in self.persistent or self.fetched_for.get(slot, -1) > self.step_id:
             return True
         uses, before = self._uses[slot], self._elements_before
@@ -196,6 +230,9 @@ class PartitionedParameterCoordinator:
         if slot in self.available and slot not in self.in_flight:
             self.n_available -= slot.n_elements
             gathered = self.available.pop(slot)
+            if slot in self.secondary and slot not in self.has_secondary:
+                self.has_secondary.add(slot)
+                yield from allocs(self.secondary[slot])
             if saved:
                 self.saved[slot] = gathered
             else:
@@ -219,7 +256,7 @@ class PartitionedParameterCoordinator:
             yield from self._release(slot)
 
     def gather_persistent(self) -> Iterator[Event]:
-        """Gathers the parameters that stay gathered, one by one, after an update."""
+        """Gathers the parameters that stay gathered, one by one, after an update; secondary ones are old."""
         self.available |= self.persistent
         sent = [copy for slot in self.persistent for copy in self.sent[slot]]
         yield from self._from_host(sent, COMPUTE)
@@ -227,7 +264,8 @@ class PartitionedParameterCoordinator:
         for gathered in self.persistent.values():
             yield from allocs(gathered)
             yield self.all_gather(gathered.n_bytes)
-        yield from frees(*sent)
+        yield from frees(*sent, *[self.secondary[slot] for slot in self.has_secondary])
+        self.has_secondary = set()
 
 
 @final

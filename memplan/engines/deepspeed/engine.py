@@ -28,6 +28,10 @@ class DeepSpeed(Engine):
     def offloads(self, plan: Plan) -> bool:
         return deepspeed_options(plan).offload_optimizer != "none"
 
+    def n_communicators(self, plan: Plan) -> int:
+        """One more for the ranks that divide hpZ's copy of the weights."""
+        return super().n_communicators(plan) + (deepspeed_options(plan).zero_hpz_partition_size > 1)
+
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         """The record of the fullest of three ranks.
 

@@ -48,6 +48,9 @@ class DeepSpeedOptions:
     sub_group_size: int = described(
         1_000_000_000, Count("ZeRO-3: elements of a partition that are updated at a time", word="sub-group")
     )
+    zero_hpz_partition_size: int = described(
+        1, Count("ZeRO-3: ranks that divide a second copy of the weights (hpZ)", word="hpz")
+    )
     offload_optimizer: str = described(
         "none",
         Choice(
@@ -69,7 +72,7 @@ OF_STAGE_3: Final = tuple(
     [
         name
         for name in DeepSpeedOptions.__dataclass_fields__
-        if name.startswith("stage3_") or name in ("sub_group_size", "offload_param")
+        if name.startswith(("stage3_", "zero_hpz_")) or name in ("sub_group_size", "offload_param")
     ]
 )
 """The options of ZeRO-3 alone."""

@@ -33,6 +33,12 @@ def _check_modelled(model: Model, plan: Plan) -> None:
             "offload_param='cpu' beside optimizer states on the GPU",
             "offload_optimizer='cpu' too",
         ),
+        (
+            deepspeed_options(plan).offload_param != "none"
+            and deepspeed_options(plan).zero_hpz_partition_size > 1,
+            "zero_hpz_partition_size beside partitions of weights on the host",
+            "offload_param='none'",
+        ),
         (plan.precision not in PRECISIONS, f"precision={plan.precision!r}", f"{halves} (bf16, fp16.enabled)"),
         (
             plan.optimizer not in ("adam", "adamw"),
@@ -59,6 +65,12 @@ def _check_options(model: Model, plan: Plan) -> None:
             kind="DeepSpeed on a single rank",
         )
     options, usual = deepspeed_options(plan), DeepSpeedOptions()
+    if plan.dp % options.zero_hpz_partition_size:
+        raise PlanRefused(
+            f"zero_hpz_partition_size={options.zero_hpz_partition_size} does not divide dp={plan.dp}; use a "
+            "number of ranks that does, as the GPUs of a node.",
+            kind="hpZ ranks that do not divide dp",
+        )
     unused = () if plan.zero == 3 else OF_STAGE_3
     own = "overlap_comm", "reduce_bucket_size", "offload_optimizer"
     for name in unused if plan.zero else (*own, *unused):

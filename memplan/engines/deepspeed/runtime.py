@@ -123,35 +123,47 @@ class DeepSpeedEngine:
         yield from (self.forward(), self.backward(older=n > 1, boundary=True))
 
     def record(self) -> RankRecord:
-        """The rank's record: what it holds between steps, and its step."""
-        stage, update = self.stage, self.optimizer.step()
-        step = chain("step", *self.micro_batches(), update)
+        """The rank's record: what it holds between steps, and its step.
+
+        With several micro-batches ZeRO-3 decides in the first step what it releases in all.
+        """
+        stage = self.stage
+        first_step = self._first_step() if stage.plan.n_micro_batches > 1 else None
+        passes, update = [*self.micro_batches()], self.optimizer.step()
+        step = chain("step", *passes, update)
         return RankRecord(
             rank=self.rank, layers=(range(stage.n_blocks),), step=step, update=(update,),
             rest=stage.rest + Counter([*self.optimizer.states, *self.optimizer.kept]),
             grads=Counter(self.optimizer.grads), host=self.optimizer.host,
-            setup=events("set-up", self._setup()) if self.optimizer.keeps_weights else None,
-            program=None if stage.device.on_cpu else partial(self._program, step),
+            setup=events("set-up", (*self._init(), *self._setup())) if self.optimizer.keeps_weights else None,
+            program=None if stage.device.on_cpu else partial(self._program, step, first_step),
         )  # fmt: skip
 
-    def _program(self, step: Stretch) -> AllocatorProgram:
-        """The rank's allocations and frees from the module's weights on.
+    def _first_step(self) -> Stretch | None:
+        """The first step if it differs: in ZeRO-3's, the first micro-batch records the order of modules."""
+        if not self.optimizer.starts_training():
+            return None
+        return chain("step", *self.micro_batches(), self.optimizer.step())
 
-        In ZeRO-3's first step the first micro-batch records the order of modules.
-        """
-        optimizer, first_step = self.optimizer, None
-        if optimizer.starts_training():
-            first_step = chain("step", *self.micro_batches(), optimizer.step())
+    def _program(self, step: Stretch, first_step: Stretch | None) -> AllocatorProgram:
+        """The rank's allocations and frees from the module's weights on."""
+        optimizer = self.optimizer
         return AllocatorProgram(
-            setup=tuple(self._setup()), step=step, first_step=first_step, kept=Counter(optimizer.kept),
+            init=tuple(self._init()), setup=tuple(self._setup()), step=step, kept=Counter(optimizer.kept),
+            first_step=first_step or self._first_step(),
             states=tuple(optimizer.made_in_step), update_name=UPDATE_NAME, beside=self.stage.workspaces,
             handed_on=frozenset([self.trace.boundary]), streams=dict(optimizer.on_own_stream),
         )  # fmt: skip
 
-    def _setup(self) -> Iterator[Event]:
-        """The module's weights and buffers, the optimizer's tensors, the step's tokens."""
+    def _init(self) -> Iterator[Event]:
+        """The module's weights and buffers."""
         stage = self.stage
         for parameters, buffers in stage.modules():
             whole = parameters if self.optimizer.keeps_weights else ()
             yield from allocs(*[stage.weights[one] for one in whole], *buffers)
+        yield from self.optimizer.init()
+
+    def _setup(self) -> Iterator[Event]:
+        """The optimizer's tensors, the step's tokens."""
+        stage = self.stage
         yield from (*allocs(*stage.of_adam), *self.optimizer.setup(), *stage.draw_inputs())

@@ -87,6 +87,11 @@ class Stage3Optimizer(Optimizer):
         self.coordinator.start_training()
         return True
 
+    def init(self) -> Iterator[Event]:
+        """Parameters are partitioned; among the secondary partitions of hpZ, what is free is given back."""
+        if self.coordinator.secondary:
+            yield from self._init()
+
     def setup(self) -> Iterator[Event]:
         """The joined partitions, masters, the bucket, and the gradients' partitions.
 
@@ -111,24 +116,28 @@ class Stage3Optimizer(Optimizer):
         yield from allocs(TRACKER, self.ipg_buffer, self.partitions)
 
     def _init(self) -> Iterator[Event]:
-        """Each module's parameters are made in float32, cast, and sent to the host, but for small ones.
+        """Each module's parameters are made in float32, cast, and partitioned; under hpZ twice.
 
-        What is freed stays in the cache.
+        Partitions are on the host where weights are offloaded, but for small ones. What is freed stays in the
+        cache.
 
         Source: `deepspeed.runtime.zero.partition_parameters:zero_wrapper_for_fp_tensor_constructor`,
         `deepspeed.runtime.zero.partition_parameters:Init._post_init_method`.
         """
-        small: list[Buffer] = []
+        held, partitions = self.coordinator, list[Buffer]()
         for _, parameters in groupby(self.slots, lambda slot: slot.parameter.name.rpartition(".")[0]):
             own = list(parameters)
-            kept = [slot.part(self.n_ranks) for slot in own if slot in self.coordinator.persistent]
             halves = [buffer_of("parameter", (slot.n_elements,), self.stage.dtype) for slot in own]
             for half in halves:
                 wide = buffer_of("parameter in float32", half.shape, FP32)
                 yield from (*allocs(wide, half), *frees(wide))
-            small += [buffer_of("small partition", (n,), self.stage.dtype) for n in kept]
-            yield from (*allocs(*small[len(small) - len(kept) :]), *frees(*halves))
-        yield from frees(*small)
+            for slot, half in zip(own, halves, strict=True):
+                secondary = [held.secondary[slot]] if held.secondary else []
+                stays = slot in held.persistent or not self.offloads_weights
+                made = [buffer_of("partition", (slot.part(self.n_ranks),), self.stage.dtype)] * stays
+                partitions += made
+                yield from (*allocs(*secondary, *made), *frees(half))
+        yield from frees(*partitions)
 
     def hook(self, slot: Slot, *, older: bool, boundary: bool) -> Iterator[Event]:
         """Plays `reduce_independent_p_g_buckets_and_remove_grads`: a full bucket is reduced first."""

@@ -54,6 +54,10 @@ class Optimizer(ABC):
         """Goes back to before the first step; whether that step differs beyond `made_in_step`."""
         return False
 
+    def init(self) -> Iterable[Event]:
+        """What making the module allocates and frees that is freed, or stays beside its weights."""
+        return ()
+
     @abstractmethod
     def setup(self) -> Iterator[Event]:
         """What `deepspeed.initialize` allocates and frees, the module's weights being there."""

@@ -1,6 +1,7 @@
-"""DeepSpeed itself, set up from a plan; needs `pip install deepspeed` beside a CUDA build of PyTorch.
+"""DeepSpeed itself, set up from a plan; needs `pip install deepspeed` beside PyTorch.
 
-`patches` has what DeepSpeed is told where kernels do nothing.
+It trains on CPU ranks, with its own accelerator for CPUs and its kernel of FusedAdam for them, or is run
+where no GPU is; `patches` has what it is told where kernels do nothing.
 """
 
 import os
@@ -12,6 +13,7 @@ from typing import Any, Final, cast
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from memplan import Plan
@@ -24,10 +26,10 @@ from memplan.tracing.torchtitan import rotations
 from validate.cases import Case
 from validate.standin import materialised
 from validate.systems import Training
-from validate.systems.deepspeed.patches import without_kernels
+from validate.systems.deepspeed.patches import without_kernels, without_shared_memory
 from validate.systems.torch import modules
 from validate.systems.torch.modules import Transformer
-from validate.systems.torch.parallelize import torch_dtype
+from validate.systems.torch.parallelize import stage_module, torch_dtype
 from validate.systems.whole import axis_of_groups, losses, module_of_others
 
 MASTERS: Final = {
@@ -135,7 +137,14 @@ class DeepSpeedTraining(Training):
         return [*masters, *(one for one in moments if isinstance(one, Tensor))]
 
     def gradient_norm_squared(self) -> float:
-        raise PlanRefused("engine='deepspeed' is run for its bytes only; use device 'nogpu'.")
+        """Each rank has the averaged gradient of its own partition; ZeRO-0 averages whole ones in its step.
+
+        ZeRO-1 and 2 hold a partition's padding too, which is zero.
+        """
+        total = torch.stack([grad.double().square().sum() for grad in self.grads()]).sum()
+        if self._zero:
+            dist.all_reduce(total)
+        return float(total)
 
 
 def prepared(case: Case, rank: int, device: torch.device) -> Training:
@@ -143,24 +152,26 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
 
     Raises:
         MemplanError: where DeepSpeed is not installed.
-        PlanRefused: anywhere but on a GPU that is not there.
+        PlanRefused: on a real GPU, and for a rank of a world that is not there on a CPU.
     """
     if find_spec("deepspeed") is None:
         raise MemplanError(
             f"engine='deepspeed' is run by DeepSpeed itself; use pip install deepspeed=={DEEPSPEED_VERSION}."
         )
-    if case.device != "nogpu" or case.rank is None:
+    if (case.device, case.rank is None) not in (("nogpu", False), ("cpu", True)):
         raise PlanRefused(
-            "engine='deepspeed' is run without a GPU, one rank of a world; use the suite gpu-deepspeed with "
-            "--device nogpu."
+            "engine='deepspeed' is run on CPU ranks, or without a GPU, one rank of a world; use the suite "
+            "deepspeed, or gpu-deepspeed with --device nogpu."
         )
     plan, at = case.plan, case.plan.place(rank)
     os.environ.update(_ranks(plan, rank))
+    if case.computes:
+        os.environ["DS_ACCELERATOR"] = "cpu"
     config = configuration(plan, case.learning_rate)
-    with without_kernels():
+    with without_shared_memory() if case.computes else without_kernels():
         import deepspeed
 
-        deepspeed.init_distributed("nccl", verbose=False, dist_init_required=False)
+        deepspeed.init_distributed(dist.get_backend(), verbose=False, dist_init_required=False)
         module = _module(case, device, config)
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -183,11 +194,20 @@ def _ranks(plan: Plan, rank: int) -> dict[str, str]:
 
 
 def _module(case: Case, device: torch.device, config: dict[str, Any]) -> nn.Module:
-    """The model in the type that DeepSpeed makes it, on the device; under ZeRO-3 in partitions."""
+    """The model in the type that DeepSpeed makes it, on the device; under ZeRO-3 in partitions.
+
+    Where its values mean something it has the weights of the case's seed, whole: `initialize` divides them.
+    """
     import deepspeed
 
     model, plan = case.model, case.plan
     half = torch_dtype(plan.formats.compute)
+    if case.computes:
+        own = stage_module(cast(Decoder, model), plan, 0, seed=case.seed, device=device)
+        own.recompute, own.recompute_blocks = plan.recompute, plan.recompute_blocks
+        for one in own.parameters():
+            one.data = one.data.to(half)
+        return own
     with ExitStack() as stack:
         if plan.zero == 3:
             stack.enter_context(_in_float32(case, device))

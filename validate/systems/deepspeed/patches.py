@@ -1,4 +1,4 @@
-"""What DeepSpeed is told where there is no GPU; each patch says why it changes no byte."""
+"""What DeepSpeed is told on CPUs, and where there is no GPU; each patch says why it changes no byte."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +21,15 @@ def _agreed(check: Callable[..., None]) -> Callable[..., None]:
             check(*args)
 
     return agreed
+
+
+@contextmanager
+def without_shared_memory() -> Iterator[None]:
+    """CPU ranks of one machine reduce through gloo, as those of several do, not in memory that they share."""
+    import deepspeed
+
+    with patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False):
+        yield
 
 
 @contextmanager

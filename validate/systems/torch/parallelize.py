@@ -47,6 +47,7 @@ from memplan.plan import Rank, stage_layers
 from memplan.shapes import DType
 from memplan.tracing.float8 import with_float8
 from memplan.units import MiB
+from validate.cases import option
 from validate.standin import WEIGHT_STD, WithResult, materialised, with_results
 from validate.systems.torch.compiled import compile_blocks
 from validate.systems.torch.modules import GptEmbedding, Transformer
@@ -159,7 +160,7 @@ def checkpoint_of(plan: Plan, checkpoint: Callable[..., Any]) -> Callable[..., A
 
     Source: `torch.distributed.algorithms._checkpoint.checkpoint_wrapper:OffloadWrapper`.
     """
-    if torch_options(plan).activation_offloading != "save_on_cpu":
+    if option(plan, "activation_offloading", "none") != "save_on_cpu":
         return checkpoint
 
     def on_the_host(*args: Any, **kwargs: Any) -> Any:
