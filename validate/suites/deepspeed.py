@@ -19,6 +19,7 @@ SMALL: Final[tuple[Small, ...]] = (
     (LLAMA, {"zero": 1, **BUCKET, "global_batch": 8}),
     (GPT, {"zero": 2, **BUCKET, "dp": 3}),
     (LLAMA, {**SMALL_3}),
+    (GPT, {**SMALL_3, "dp": 4, "recompute": "full", "stage3_max_reuse_distance": 1000, "global_batch": 12}),
     (LLAMA, {**SMALL_3, "dp": 4, "zero_hpz_partition_size": 2}),
     (LLAMA, {**SMALL_3, "dp": 2, "zero_hpz_partition_size": 2, "recompute": "full"}),
     (GPT, {**SMALL_3, "dp": 4, "zero_hpz_partition_size": 2, "global_batch": 12, "clip_grad_norm": 0.1}),
