@@ -297,7 +297,7 @@ class Mesh:
 
 
 def inner_first(groups: Mapping[Group, Any]) -> Iterator[Group]:
-    """Groups from the innermost axis to the outermost, views, of several or parts, all ranks, the host.
+    """Groups in order: axes, the innermost first; views; products and parts of axes; all ranks; the host.
 
     Raises:
         UnknownName: an axis that there is not.
@@ -329,7 +329,7 @@ def _has_several(n_ranks: Count) -> bool:
 
 
 def part_of(axis: str, n_ranks: int) -> Group:
-    """The group of so many neighbouring ranks of an axis.
+    """The group of `n_ranks` neighbouring ranks of an axis.
 
     >>> Mesh({"dp": 16, "tp": 2}).size(part_of("dp", 4)), Mesh({"dp": 16, "tp": 2}).stride("4 of dp")
     (4, 2)

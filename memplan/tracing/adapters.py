@@ -221,8 +221,8 @@ class _Product(torch.autograd.Function):
 class _EightBitProduct(torch.autograd.Function):
     """The product of inputs and a weight in eight bits; no input reaches the threshold of an outlier.
 
-    Its node itself holds the input, not as a saved tensor: until the whole backward pass is over, and where
-    the block is recomputed too.
+    The autograd node holds the input as an attribute, not as a saved tensor: it lives until the backward pass
+    is over, and recomputing the block does not free it.
 
     Source: `bitsandbytes.autograd._functions:MatMul8bitLt`; bitsandbytes/backends/default/ops.py
     (`int8_scaled_mm`); bitsandbytes/backends/cuda/ops.py (`int8_mm_dequant`).
@@ -252,7 +252,7 @@ class _EightBitProduct(torch.autograd.Function):
 
 
 def _in_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in eight bits, and their scales; which elements are outliers is known meanwhile.
+    """Rows in eight bits, and their scales; a mask of outliers is made beside them.
 
     Source: bitsandbytes/backends/cuda/ops.py (`int8_vectorwise_quant`).
     """

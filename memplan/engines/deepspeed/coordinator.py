@@ -256,7 +256,10 @@ class PartitionedParameterCoordinator:
             yield from self._release(slot)
 
     def gather_persistent(self) -> Iterator[Event]:
-        """Gathers the parameters that stay gathered, one by one, after an update; secondary ones are old."""
+        """Gathers the parameters that stay gathered, one by one, after an update.
+
+        Secondary partitions hold weights from before the update: they are freed.
+        """
         self.available |= self.persistent
         sent = [copy for slot in self.persistent for copy in self.sent[slot]]
         yield from self._from_host(sent, COMPUTE)

@@ -29,8 +29,8 @@ class KeptByTrainer:
     """What the Trainer keeps from step to step.
 
     Attributes:
-        batch: the tensors of the micro-batches, and how many tokens these have on all ranks, if it counts.
-        counts_tokens: it does, of all ranks.
+        batch: the tensors of the micro-batches, and the number of their tokens, if it is counted.
+        counts_tokens: whether the tokens of a batch are counted, over all ranks.
         ahead: the next micro-batch, which is on the host: counted if the step runs there.
         last_loss: the last micro-batch's loss, which lives until that of the next is there.
         norm: the norm of the gradients.
@@ -116,7 +116,7 @@ METRICS: Final[Mapping[str, Callable[[Plan], Iterator[Collective]]]] = {
     "sft": metrics_of_tokens,
     "dpo": metrics_of_pairs,
 }
-"""What TRL's trainers gather beside the passes of a micro-batch."""
+"""The metrics that each of TRL's trainers gathers from all ranks, after a micro-batch."""
 
 
 def fetched(kept: KeptByTrainer | None, plan: Plan) -> Iterator[Stretch]:
