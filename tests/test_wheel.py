@@ -26,13 +26,14 @@ NOT_RUN = (
     "--suite gpu-",
     "--suite matrix",
     "--suite fullsize",
+    "--suite deepspeed",
     "--suite fairscale",
     "--suite colossalai",
     "calibrate",
     "part*",
     "model_config.yaml",
 )
-"""Commands that download, need GPUs, FairScale, Colossal-AI, a launcher, a reader's own file or a night."""
+"""Commands that download, need GPUs, others' engines, a launcher, a reader's own file or a night."""
 
 
 @pytest.fixture(scope="module")
