@@ -1070,3 +1070,27 @@ def test_rules_that_short_sequences_agree_on_are_checked_at_a_longer_one():
     for length in (300, 2048):
         traced = memplan.trace(Chunked(), torch.zeros(2, length, dtype=torch.int64), device="cpu")
         assert traced.limits == (0, length)
+
+
+class _Normalised(nn.Module):
+    """A linear and a batch norm under a name."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.linear, self.name = nn.Linear(8, 8), name
+        self.add_module(name, nn.BatchNorm1d(8))
+
+    def forward(self, x):
+        return self.get_submodule(self.name)(self.linear(x)).sum()
+
+
+def test_ddp_broadcasts_buffers_of_a_module_that_is_named_reference():
+    """Only the reference model of TRL's DPOTrainer, which has this name too, is not wrapped by DDP."""
+    sent = []
+    for name in ("reference", "other"):
+        model = memplan.trace(_Normalised(name), torch.randn(4, 8), device="cpu")
+        asked: dict[str, Any] = {"dp": 2, "micro_batch": 2, "global_batch": 4, "device": "cpu"}
+        found = memplan.estimate(model, precision="fp32", **asked).collectives
+        sent.append([(one.kind, one.payload_bytes, one.calls) for one in found])
+    assert sent[0] == sent[1]
+    assert ("broadcast", 2 * 8 * 4, 1) in sent[0]

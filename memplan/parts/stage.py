@@ -9,7 +9,6 @@ from memplan.device import Device
 from memplan.kernels import FREES_WORKSPACES, LT_WORKSPACE_BYTES, Release, product_workspace_bytes
 from memplan.models import Layers, Model, TracedModel
 from memplan.models.base import Role as BlockRole
-from memplan.models.recording import REFERENCE
 from memplan.offload_activations import MOST_STASHED
 from memplan.passes.module_calls import Part
 from memplan.passes.recorded import recorded
@@ -178,8 +177,8 @@ class ModelStage(ABC):
 
     @property
     def synchronized_buffers(self) -> list[Buffer]:
-        """The buffers that DDP broadcasts: not those of a reference, which it does not wrap."""
-        return [one for one in self.buffers if not one.name.startswith(f"{REFERENCE}.")]
+        """The buffers that DDP broadcasts from its first rank."""
+        return list(self.buffers)
 
     @property
     def embedding_buffers(self) -> tuple[Buffer, ...]:

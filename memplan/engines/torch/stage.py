@@ -29,6 +29,7 @@ from memplan.engines.torch.trainer import METRICS, KeptByTrainer, gathered, kept
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided
+from memplan.models.recording import REFERENCE
 from memplan.models.traced import is_of_torchtitan
 from memplan.optimizers import KEPT, Kept
 from memplan.parts.ddp import Arguments
@@ -191,14 +192,16 @@ class Stage(ModelStage):
         """What transformers' Trainer keeps from step to step; None: a plain loop trains."""
         if not self.has_trainer:
             return None
-        return kept_by_trainer(
-            self.model,
-            self.plan,
-            self.trace,
-            self.weight_dtype,
-            on_host=self.device.on_cpu,
-            counts_tokens=self.options.trainer != "dpo",
-        )
+        on_host = self.device.on_cpu
+        return kept_by_trainer(self.model, self.plan, self.trace, self.weight_dtype, on_host=on_host)
+
+    @property
+    def synchronized_buffers(self) -> list[Buffer]:
+        """The buffers that DDP broadcasts; it does not wrap the reference model of TRL's DPOTrainer."""
+        found = super().synchronized_buffers
+        if self.options.trainer != "dpo":
+            return found
+        return [one for one in found if not one.name.startswith(f"{REFERENCE}.")]
 
     @property
     def finds_unused(self) -> bool:

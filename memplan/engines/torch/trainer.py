@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
+from memplan.engines.torch.options import torch_options
 from memplan.models import Model
 from memplan.passes.trace import Trace
 from memplan.plan import Plan
@@ -18,6 +19,7 @@ from memplan.record import Collective, Free, Stretch, allocs, events, frees
 from memplan.shapes import FP32, INT64, Buffer, DType, Parameter, buffer_of
 
 MASK: Final = "mask of padding"
+N_TOKENS: Final = "tokens of the batch"
 
 GIVEN: Final = ("attention_mask", "num_items_in_batch")
 """What the Trainer gives a traced module beside tokens and labels."""
@@ -30,7 +32,6 @@ class KeptByTrainer:
 
     Attributes:
         batch: the tensors of the micro-batches, and the number of their tokens, if it is counted.
-        counts_tokens: whether the tokens of a batch are counted, over all ranks.
         ahead: the next micro-batch, which is on the host: counted if the step runs there.
         last_loss: the last micro-batch's loss, which lives until that of the next is there.
         norm: the norm of the gradients.
@@ -38,7 +39,6 @@ class KeptByTrainer:
     """
 
     batch: tuple[Buffer, ...]
-    counts_tokens: bool
     ahead: tuple[Buffer, ...]
     last_loss: Buffer
     norm: Buffer
@@ -55,8 +55,13 @@ class KeptByTrainer:
         return (*self.batch, self.last_loss)
 
 
+def counts_tokens(plan: Plan) -> bool:
+    """Whether the trainer counts the tokens of a step's batch on all ranks: TRL's DPOTrainer does not."""
+    return torch_options(plan).trainer != "dpo"
+
+
 def kept_by_trainer(
-    model: Model, plan: Plan, trace: Trace, weight_dtype: DType, *, on_host: bool, counts_tokens: bool
+    model: Model, plan: Plan, trace: Trace, weight_dtype: DType, *, on_host: bool
 ) -> KeptByTrainer:
     """What the Trainer keeps of a model with this trace.
 
@@ -68,8 +73,7 @@ def kept_by_trainer(
     freed = [event.buffer for event in trace.end_of_backward.events if isinstance(event, Free)]
     losses = [buffer for buffer in freed if buffer.shape == ()]
     return KeptByTrainer(
-        batch=(*each * plan.n_micro_batches, *[buffer_of("tokens of the batch", (), FP32)] * counts_tokens),
-        counts_tokens=counts_tokens,
+        batch=(*each * plan.n_micro_batches, *[buffer_of(N_TOKENS, (), FP32)] * counts_tokens(plan)),
         ahead=each if on_host else (),
         last_loss=losses[-1],
         norm=buffer_of("norm of the gradients", (), weight_dtype),
@@ -123,8 +127,6 @@ def fetched(kept: KeptByTrainer | None, plan: Plan) -> Iterator[Stretch]:
     """A step's micro-batches, which take the place of those before."""
     if kept is not None:
         n = plan.world_size
-        counted = Collective(
-            kind="all_gather", axis="dp", what="tokens of the batch", payload_bytes=n * INT64.itemsize
-        )
-        gathers = n > 1 and kept.counts_tokens
+        counted = Collective(kind="all_gather", axis="dp", what=N_TOKENS, payload_bytes=n * INT64.itemsize)
+        gathers = n > 1 and counts_tokens(plan)
         yield events("batch", [*allocs(*kept.batch), *[counted] * gathers, *frees(*kept.batch)])

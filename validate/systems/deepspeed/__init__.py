@@ -1,7 +1,7 @@
 """DeepSpeed itself, set up from a plan; needs `pip install deepspeed` beside PyTorch.
 
-It trains on CPU ranks, with its own accelerator for CPUs and its kernel of FusedAdam for them, or is run
-where no GPU is; `patches` has what it is told where kernels do nothing.
+On CPU ranks it trains, with DeepSpeed's CPU accelerator and CPU FusedAdam. Without a GPU one rank runs for
+its bytes: CUDA kernels compute nothing there, so `patches` replaces the calls that read their results.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told on CPUs, and where there is no GPU; each patch says why it changes no byte."""
+"""Replacements of DeepSpeed's functions on CPU ranks and without a GPU, each with why it changes no byte."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
