@@ -14,8 +14,11 @@ Source: c10/cuda/CUDACachingAllocator.cpp, functions as named below.
 """
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from memplan.ages import Ages, Moment
@@ -193,6 +196,16 @@ Sorted, free blocks are in the order in which the allocator prefers them: the sm
 lowest.
 """
 
+ADDRESS_BITS: Final = 64
+"""A free block is also one number, which is compared faster: its bytes, and in the low bits its address."""
+
+ADDRESS: Final = 2**ADDRESS_BITS - 1
+"""The bits of such a number that are its address."""
+
+
+def _block(number: int) -> FreeBlock:
+    return number >> ADDRESS_BITS, number & ADDRESS
+
 
 FreeSizes = tuple[tuple[tuple[str, bool, int], int], ...]
 """For each pool (its stream, and whether it is the small one) and each size, how many blocks are free."""
@@ -202,8 +215,7 @@ class Pool:
     """The free blocks of one stream for small requests, or for large ones.
 
     Attributes:
-        by_size: the addresses of the free blocks of each size, sorted; there may be none.
-        sizes: the sizes of `by_size`, sorted.
+        free: the free blocks, sorted, each as one number (`ADDRESS_BITS`).
         starts, ends: the bytes of each free block by its address, and its address by the address after it.
         unsplit: by the address of a block in use, the bytes beyond the request that were not split off.
         segments: the bytes of each segment by its address.
@@ -213,12 +225,11 @@ class Pool:
     """
 
     __slots__ = (
-        "by_size",
         "ends",
+        "free",
         "least_rest_bytes",
         "page_bytes",
         "segments",
-        "sizes",
         "small",
         "starts",
         "unmapped",
@@ -229,8 +240,7 @@ class Pool:
         self.small = small
         self.page_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         self.least_rest_bytes = BLOCK_BYTES if small or expandable else SMALL_BYTES + BLOCK_BYTES
-        self.by_size: dict[int, list[int]] = {}
-        self.sizes: list[int] = []
+        self.free: list[int] = []
         self.starts: dict[int, int] = {}
         self.ends: dict[int, int] = {}
         self.unsplit: dict[int, int] = {}
@@ -247,72 +257,44 @@ class Pool:
 
         Source: `try_merge_blocks`.
         """
-        starts, ends, by_size = self.starts, self.ends, self.by_size
+        starts, ends, free = self.starts, self.ends, self.free
         end = address + n_bytes
         if address in ends:
             address = ends.pop(address)
-            addresses = by_size[starts[address]]
-            del addresses[bisect_left(addresses, address)]
+            del free[bisect_left(free, starts[address] << ADDRESS_BITS | address)]
         if end in starts:
             behind_bytes = starts.pop(end)
-            addresses = by_size[behind_bytes]
-            del addresses[bisect_left(addresses, end)]
+            del free[bisect_left(free, behind_bytes << ADDRESS_BITS | end)]
             end += behind_bytes
-        self.add(address, end - address)
+        starts[address] = n_bytes = end - address
+        ends[end] = address
+        insort(free, n_bytes << ADDRESS_BITS | address)
         return address
-
-    def add(self, address: int, n_bytes: int) -> None:
-        """Add a free block that has no free neighbour."""
-        self.starts[address] = n_bytes
-        self.ends[address + n_bytes] = address
-        if n_bytes in self.by_size:
-            insort(self.by_size[n_bytes], address)
-        else:
-            self.by_size[n_bytes] = [address]
-            insort(self.sizes, n_bytes)
 
     def take(self, address: int) -> int:
         """Remove a free block; its bytes."""
         n_bytes = self.starts.pop(address)
         del self.ends[address + n_bytes]
-        addresses = self.by_size[n_bytes]
-        del addresses[bisect_left(addresses, address)]
+        del self.free[bisect_left(self.free, n_bytes << ADDRESS_BITS | address)]
         return n_bytes
 
-    def take_least(self, n_bytes: int) -> FreeBlock | None:
-        """Remove the smallest free block of at least `n_bytes`, of equal ones the lowest, if there is one."""
-        found_bytes, addresses = self.least(n_bytes)
-        if not addresses:
-            return None
-        address = addresses.pop(0)
-        del self.starts[address], self.ends[address + found_bytes]
-        return found_bytes, address
-
-    def least(self, n_bytes: int) -> tuple[int, list[int]]:
-        """The least size of a free block of at least `n_bytes`, and the addresses of the blocks of that size.
-
-        Sizes of which there are no blocks any more are forgotten on the way.
-        """
-        sizes, by_size = self.sizes, self.by_size
-        i = bisect_left(sizes, n_bytes)
-        while i < len(sizes):
-            if addresses := by_size[sizes[i]]:
-                return sizes[i], addresses
-            del by_size[sizes[i]], sizes[i]
-        return 0, []
+    def least(self, n_bytes: int) -> list[int]:
+        """The addresses, sorted, of the free blocks of the least size that is at least `n_bytes`."""
+        free = self.free
+        first = bisect_left(free, n_bytes << ADDRESS_BITS)
+        if first == len(free):
+            return []
+        end = bisect_left(free, (free[first] >> ADDRESS_BITS) + 1 << ADDRESS_BITS, first)
+        return [_block(each)[1] for each in free[first:end]]
 
     def at_least(self, n_bytes: int, age: Callable[[int], int] | None = None) -> Iterator[FreeBlock]:
         """The free blocks of at least `n_bytes`, sorted by size, then by address or by its `age`."""
-        sizes, by_size = self.sizes, self.by_size
-        i = bisect_left(sizes, n_bytes)
-        while i < len(sizes):
-            found_bytes = sizes[i]
-            if addresses := by_size[found_bytes]:
-                for address in addresses if age is None else sorted(addresses, key=age):
-                    yield found_bytes, address
-                i += 1
-            else:
-                del by_size[found_bytes], sizes[i]
+        blocks = map(_block, self.free[bisect_left(self.free, n_bytes << ADDRESS_BITS) :])
+        if age is None:
+            yield from blocks
+            return
+        for _, equal in groupby(blocks, key=itemgetter(0)):
+            yield from sorted(equal, key=lambda block: age(block[1]))
 
     def is_whole(self, block: FreeBlock) -> bool:
         """Whether a block is its whole segment."""
@@ -434,19 +416,23 @@ class CachingAllocator:
 
         Source: `malloc`, `alloc_found_block`.
         """
-        addresses = None if self.looks_further else pool.by_size.get(n_bytes)
-        if addresses:  # of exactly this size
-            address = addresses.pop(0)
-            del pool.starts[address], pool.ends[address + n_bytes]
+        free = pool.free
+        i = bisect_left(free, n_bytes << ADDRESS_BITS)
+        if self.looks_further or i == len(free):
+            found_bytes, address = self._taken(pool, n_bytes) or self._new(pool, n_bytes)
         else:
-            found = self._taken(pool, n_bytes) if self.looks_further else pool.take_least(n_bytes)
-            found_bytes, address = found or self._new(pool, n_bytes)
-            rest_bytes = found_bytes - n_bytes
+            found = free.pop(i)
+            found_bytes, address = found >> ADDRESS_BITS, found & ADDRESS
+            del pool.starts[address], pool.ends[address + found_bytes]
+        if found_bytes != n_bytes:
+            rest, rest_bytes = address + n_bytes, found_bytes - n_bytes
             if rest_bytes >= pool.least_rest_bytes and (self.oversize_bytes is None or self._splits(n_bytes)):
-                pool.add(address + n_bytes, rest_bytes)
+                pool.starts[rest] = rest_bytes
+                pool.ends[address + found_bytes] = rest
+                insort(free, rest_bytes << ADDRESS_BITS | rest)
                 if self.looks_further:
-                    self._note_split(address, address + n_bytes)
-            elif rest_bytes:
+                    self._note_split(address, rest)
+            else:
                 pool.unsplit[address] = rest_bytes
                 self.allocated_bytes += rest_bytes
         self.allocated_bytes = allocated_bytes = self.allocated_bytes + n_bytes
@@ -463,7 +449,7 @@ class CachingAllocator:
         addresses: list[int] = []
         marks: list[_Mark] = []
         while n > 0:
-            if not self.looks_further and len(marks) < MOST_MARKS and not pool.least(n_bytes)[1]:
+            if not self.looks_further and len(marks) < MOST_MARKS and not pool.least(n_bytes):
                 marks.append(self._mark(pool, n))
                 n -= self._counted(marks)
             if n > 0:
@@ -513,10 +499,10 @@ class CachingAllocator:
         if self.collects_above_bytes is not None:
             self._n_large_requests += not pool.small
         if self.by_age_alone:
-            _, addresses = pool.least(n_bytes)
-            if not addresses:
+            equal = pool.least(n_bytes)
+            if not equal:
                 return None
-            address = self.ages.oldest(addresses) if len(addresses) > 1 else addresses[0]
+            address = self.ages.oldest(equal) if len(equal) > 1 else equal[0]
             return pool.take(address), address
         blocks = pool.at_least(n_bytes, self.ages.numbers.__getitem__ if self.takes_oldest else None)
         best = pool.least_expandable(blocks) if pool.unmapped else next(blocks, None)
@@ -535,14 +521,7 @@ class CachingAllocator:
     def free_sizes(self) -> FreeSizes:
         """How many blocks of each size are free, by pool, sorted."""
         pools = self._pools.items()
-        return tuple(
-            sorted(
-                ((*key, n_bytes), len(addresses))
-                for key, pool in pools
-                for n_bytes, addresses in pool.by_size.items()
-                if addresses
-            )
-        )
+        return tuple(sorted(Counter((*key, n) for key, pool in pools for n in pool.starts.values()).items()))
 
     def moment(self, in_use: Iterable[int], fixed: Mapping[int, int]) -> tuple[Moment, "Places"]:
         """The ages of free blocks and of those `in_use`, and a function that gives each address its place.
@@ -585,10 +564,7 @@ class CachingAllocator:
             pool = self.pool_of(SMALL_BYTES + (not small), stream)
             pool.segments, pool.unsplit = dict(segments), dict(unsplit)
             pool.starts, pool.ends = dict(free), {address + n: address for address, n in free}
-            pool.by_size = {}
-            for address, n_bytes in free:
-                pool.by_size.setdefault(n_bytes, []).append(address)
-            pool.sizes = sorted(pool.by_size)
+            pool.free = sorted([n << ADDRESS_BITS | address for address, n in free])
 
     @property
     def cached(self) -> tuple[FreeBlock, ...]:
