@@ -56,6 +56,9 @@ MIXTURE: Final = "torchtitan"
 TORCHTITAN: Final = "torchtitan_llama"
 """The key of values that say what torchtitan's Llama is made of."""
 
+SEQUENCE_PARALLEL: Final = "sequence_parallel"
+"""The key under which a Config says that sequences are divided between tensor-parallel regions."""
+
 FLOAT8: Final = "float8"
 """The key that names torchao's recipe, beside the keys of a config.json or torchtitan's sizes."""
 

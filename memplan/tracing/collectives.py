@@ -41,6 +41,7 @@ FUNCTIONAL, IN_PLACE = torch.ops._c10d_functional, torch.ops.c10d
 
 CALLS: Final[Mapping[Any, Called]] = {
     FUNCTIONAL.all_reduce.default: Called("all_reduce", 2),
+    FUNCTIONAL.all_reduce_.default: Called("all_reduce", 2),
     FUNCTIONAL.all_gather_into_tensor.default: Called("all_gather", 2, None),
     FUNCTIONAL.reduce_scatter_tensor.default: Called("reduce_scatter", 3),
     FUNCTIONAL.all_to_all_single.default: Called("all_to_all", 3, splits=2),

@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, cast
 from unittest.mock import patch
 
 import torch
@@ -21,11 +21,13 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.library import _scoped_library
 from torch.nn import functional
 from torch.utils import _triton
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from memplan.device import H100
@@ -178,10 +180,34 @@ def compiled(block: nn.Module, recompute: str) -> Callable[..., Any]:
     run = torch.compile(run, fullgraph=True, dynamic=False)
 
     def without_modes(*args: Any, **kwargs: Any) -> Any:
+        args = waited(args)
         with _disable_current_modes(), patch.multiple(functional, **FUNCTIONS):
             return run(block, *args, **kwargs)
 
     return without_modes
+
+
+class _Waited(torch.autograd.Function):
+    """Waits for a collective's result, which is returned as it is, as its gradient is."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Any) -> Tensor:
+        return cast(Tensor, given.trigger_wait().detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def waited(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A block's arguments, of which none is still being filled by a collective.
+
+    PyTorch 2.13 waits for them too, but loses their gradients: then no embedding before a block is trained.
+
+    Source: torch/_functorch/_aot_autograd/frontend_utils.py (`process_inputs`), pytorch/pytorch pull request
+    191113.
+    """
+    return cast(tuple[Any, ...], tree_map_only(AsyncCollectiveTensor, _Waited.apply, arguments))
 
 
 FUNCTIONS: Final = {name: getattr(functional, name) for name in ("linear", "scaled_dot_product_attention")}

@@ -160,7 +160,7 @@ def _moved(
     Source: aten/src/ATen/native/TensorConversions.cpp (`to_will_alias`).
     """
     to = CUDA if device is not None and device.type in (CUDA.type, META.type) else device
-    here = to is None or to.type == x.device.type
+    here = to is None or to.type == local(x).device.type
     if here and not copy and dtype in (None, x.dtype):
         return x
     return cast(

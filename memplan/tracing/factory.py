@@ -3,14 +3,16 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from inspect import Parameter, signature
 from traceback import extract_tb
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 
 from memplan.device import DeviceType
 from memplan.errors import InvalidValue, reason, shown_value, unknown_name
@@ -23,7 +25,7 @@ from memplan.tracing.cache import told
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.example import checked_example
 from memplan.tracing.float8 import with_float8
-from memplan.tracing.torchtitan import TorchtitanTransformer, token_loss
+from memplan.tracing.torchtitan import TorchtitanTransformer, parallelize, token_loss
 from memplan.tracing.tracer import LENGTHS, trace, traced
 
 FORMS = (
@@ -132,11 +134,32 @@ def traced_from_sizes(
     precisions: Sequence[str],
     compiles: Compiles | None,
     recipe: str = "none",
+    mesh: Mapping[Group, int] | None = None,
+    *,
+    sequence_parallel: bool = False,
 ) -> TracedModel:
-    """The model of these sizes as its module runs it, in float8 by a `recipe` of torchao if there is one."""
+    """The model of these sizes as its module runs it, in float8 by a `recipe` of torchao if there is one.
+
+    Divided over a `mesh`, also between its regions if `sequence_parallel`, with the loss of parts of logits.
+    """
     model = TorchtitanLlama(**sizes)
     tokens = torch.zeros(2, max(LENGTHS) if compiles is None else compiles.seq_len, dtype=torch.int64)
     module = with_float8(TorchtitanTransformer(model, tokens.shape[1]), recipe)
     example = checked_example(module, tokens, token_loss, tokens)
     runs_on = torch.device("cpu") if device == "cpu" else CUDA
-    return traced(example, runs_on, "blocks", precisions, None, model.name, compiles=compiles)
+
+    def divides(one: nn.Module, ranks: Any) -> None:
+        parallelize(cast(TorchtitanTransformer, one), ranks["tp"], sequence_parallel=sequence_parallel)
+
+    with loss_parallel() if mesh else nullcontext():
+        return traced(
+            example,
+            runs_on,
+            "blocks",
+            precisions,
+            None,
+            model.name,
+            mesh=mesh,
+            parallelize=divides,
+            compiles=compiles,
+        )

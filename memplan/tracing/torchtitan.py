@@ -7,6 +7,16 @@ from typing import Any, Final, cast, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from memplan.models.torchtitan import TorchtitanLlama
@@ -180,6 +190,66 @@ class TorchtitanTransformer(nn.Module):
         for block in self.blocks:
             x = block(x, self.rotation)
         return cast(Tensor, self.head["output"](self.head["norm"](x)))
+
+
+def embedding_style(*, sequence_parallel: bool) -> ParallelStyle:
+    """How the embedding of tokens is divided over tensor-parallel ranks: its rows."""
+    return RowwiseParallel(input_layouts=Replicate(), output_layouts=_between(sequence_parallel))
+
+
+def block_styles(
+    *, sequence_parallel: bool, rotary: bool = True, gated: bool = True
+) -> dict[str, ParallelStyle]:
+    """How the modules of a block are divided, by their paths in it.
+
+    `rotary`: attention is called with angles too; `gated`: the feed-forward network has three products.
+
+    Source: torchtitan/parallelisms/parallelize_llama.py (`apply_tp`).
+    """
+    between, columns = _between(sequence_parallel), ColwiseParallel()
+    rows = RowwiseParallel(output_layouts=between)
+    layouts: tuple[Any, ...] = (between, None) if rotary else (between,)
+    desired: tuple[Any, ...] = (Replicate(), None) if rotary else (Replicate(),)
+    styles: dict[str, ParallelStyle] = {
+        "attention": PrepareModuleInput(input_layouts=layouts, desired_input_layouts=desired),
+        "attention.wq": columns,
+        "attention.wk": columns,
+        "attention.wv": columns,
+        "attention.wo": rows,
+        "feed_forward": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": columns,
+        "feed_forward.w2": rows,
+    }
+    if gated:
+        styles["feed_forward.w3"] = columns
+    if sequence_parallel:
+        styles["attention_norm"] = styles["ffn_norm"] = SequenceParallel()
+    return styles
+
+
+def head_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """How the last norm and the head are divided, whose logits stay divided (`loss_parallel`)."""
+    between = _between(sequence_parallel)
+    output = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+    return {"output": output} | ({"norm": SequenceParallel()} if sequence_parallel else {})
+
+
+def _between(sequence_parallel: bool) -> Any:
+    """The placement of activations between the regions of tensor parallelism."""
+    return Shard(1) if sequence_parallel else Replicate()
+
+
+def parallelize(module: TorchtitanTransformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Divide the model over tensor-parallel ranks, with its sequences between the regions if asked."""
+    tokens, output = (cast(Any, one) for one in (module.embedding["tokens"], module.head["output"]))
+    tied = output.weight is tokens.weight
+    how = {"sequence_parallel": sequence_parallel}
+    parallelize_module(module.embedding, mesh, {"tokens": embedding_style(**how)})
+    for block in module.blocks:
+        parallelize_module(block, mesh, block_styles(**how))
+    parallelize_module(module.head, mesh, head_styles(**how))
+    if tied:
+        output.weight = tokens.weight
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ def _forget(written: Iterable[Tensor]) -> None:
 
 def _computed(operation: Operation) -> Any:
     def value(argument: Any) -> Any:
-        if isinstance(argument, torch.device) and argument.type == "cuda":
+        if isinstance(argument, torch.device) and argument.type in ("cuda", "meta"):  # C++ code says `meta`
             return torch.device("cpu")
         return _value(argument) if isinstance(argument, Tensor) else argument
 

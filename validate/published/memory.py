@@ -394,7 +394,7 @@ def compiles(row: Row) -> bool:
 
     torchtitan and torchtune compile each block, and losses from 2025 on, which is left out.
     """
-    return row["compile"] == "true" and row["tp"] == "1" and not _chunks_loss(row)
+    return row["compile"] == "true" and row["pp"] == "1" and not _chunks_loss(row)
 
 
 def by_torchtitan(row: Row) -> bool:

@@ -29,8 +29,21 @@ ALONE: Final[tuple[dict[str, Any], ...]] = (
 )
 """One GPU."""
 
+SEQUENCES: Final = {"zero": 3, "sequence_parallel": True}
+
+DIVIDED: Final[tuple[dict[str, Any], ...]] = (
+    {"dp": 4, "tp": 2, **SEQUENCES},
+    {"dp": 8, "tp": 8, "recompute": "selective", "micro_batch": 4, "clip_grad_norm": 1.0, **SEQUENCES},
+    {"dp": 4, "tp": 4, "zero": 3, "recompute": "full", "micro_batch": 2},
+    {"dp": 2, "tp": 2, "dp_replicate": 2, "fsdp_units": "block+ends", "seq_len": 4096, **SEQUENCES},
+    {"dp": 4, "tp": 4, "zero": 2, "recompute": "selective", "seq_len": 4096, "global_batch": 8},
+    {"tp": 4, "precision": "bf16", "seq_len": 4096, "sequence_parallel": True},
+)
+"""One rank of 4 to 64 whose blocks are divided over tensor-parallel ranks too."""
+
 MODELS: Final = (
     ("llama-3-8b", "torchtitan", SHARDED),
+    ("llama-3-8b", "torchtitan", DIVIDED),
     ("llama-3-8b", "huggingface", [options for options in SHARDED if "recompute_blocks" not in options]),
     ("qwen3-8b", "huggingface", SHARDED[:5]),
     ("llama-3.2-3b", "torchtitan", ALONE),

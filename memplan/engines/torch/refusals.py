@@ -34,6 +34,7 @@ from memplan.models import (
 )
 from memplan.models.lookup import module_values
 from memplan.models.recording import Ends
+from memplan.models.torchtitan import TorchtitanLlama
 from memplan.models.traced import is_of_torchtitan
 from memplan.offload_activations import MOST_STASHED
 from memplan.optimizers import COMMON
@@ -546,21 +547,30 @@ def _check_compiled(model: Model, plan: Plan) -> None:
         "precision='bf16', or zero=2 or 3, where FSDP2 casts",
     )
     order = ": the order in which DDP reduces"
-    _check_beside_modules(plan, "compile", "torch.compile", under_autocast, of_ddp=order)
+    other = plan.tp > 1 and not isinstance(model, TorchtitanLlama)
+    of_tp = other, f"tp={plan.tp} of {model.code}", "tp=1, implementation='torchtitan'"
+    axes = tuple(axis for axis in NOT_COMPILED if axis != "tp")
+    _check_beside_modules(plan, "compile", "torch.compile", of_tp, under_autocast, of_ddp=order, axes=axes)
 
 
 def _check_beside_modules(
-    plan: Plan, option: str, kind: str, *own: tuple[bool, str, str], of_ddp: str = ""
+    plan: Plan,
+    option: str,
+    kind: str,
+    *own: tuple[bool, str, str],
+    of_ddp: str = "",
+    axes: Sequence[str] = NOT_COMPILED,
 ) -> None:
     """Raise for what has no rule beside an option that changes the modules.
 
-    `own`: the option's further rows: whether it is asked for, what, and what to use; `of_ddp`: what of DDP.
+    `own`: the option's further rows: whether it is asked for, what, and what to use; `of_ddp`: what of DDP;
+    `axes`: those that have no rule with it.
     """
     _check_beside_option(
         plan,
         option,
         kind,
-        *_divided_over(plan, NOT_COMPILED),
+        *_divided_over(plan, axes),
         (torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
         (plan.ddp, f"zero={plan.zero}, dp={plan.dp}{of_ddp}", "zero=2 or 3"),
         (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),

@@ -71,6 +71,7 @@ def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
         compiled_blocks(plan),
         torch_options(plan).float8,
         called_by_trainer(plan),
+        sequence_parallel=plan.sequence_parallel,
     )
     if found is not model:
         check_trace(found, plan)

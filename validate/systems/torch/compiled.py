@@ -1,15 +1,19 @@
 """Blocks under `torch.compile`, each on its own, as torchtitan compiles them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._inductor.output_code import CompiledFxGraph
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from memplan import Plan
 from memplan.engines.torch.options import torch_options
+from memplan.tracing.compiled import waited
 from memplan.tracing.torchtitan import TorchtitanBlock, kept_contexts, second_products_kept
 
 
@@ -36,13 +40,29 @@ def compile_blocks(owners: Iterable[nn.Module], plan: Plan) -> bool:
 
 
 def without_modes(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, in which no mode is active: the one that counts collectives is nothing to compile."""
+    """The function, in which no mode is active but in the code that Inductor has generated.
+
+    The mode that counts collectives is nothing to compile, and they are called by that code.
+    """
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        args, modes = waited(args), _get_current_dispatch_mode_stack()
+        with _disable_current_modes(), patch.object(CompiledFxGraph, "__call__", _within(modes)):
             return forward(*args, **kwargs)
 
     return called
+
+
+def _within(modes: Iterable[AbstractContextManager[Any]]) -> Callable[..., Any]:
+    run = CompiledFxGraph.__call__
+
+    def generated(graph: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            return run(graph, inputs)
+
+    return generated
 
 
 def _checkpointed(block: nn.Module, recompute: str) -> nn.Module:

@@ -7,7 +7,7 @@ tensor and sequence parallelism are `parallelize_module`, pipelines `torch.distr
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 from unittest.mock import patch
 
 import torch
@@ -28,15 +28,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, parallelize_module
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,6 +38,7 @@ from memplan.models import Decoder
 from memplan.plan import Rank, stage_layers
 from memplan.shapes import DType
 from memplan.tracing.float8 import with_float8
+from memplan.tracing.torchtitan import block_styles, embedding_style, head_styles
 from memplan.units import MiB
 from validate.cases import option
 from validate.standin import WEIGHT_STD, WithResult, materialised, with_results
@@ -138,6 +131,8 @@ def parallel_module(
     before the data axis.
     """
     with_float8(stage, torch_options(plan).float8)
+    if plan.tp > 1 and mesh is not None:
+        cut_tensors(stage, plan, at, mesh["tp"])
     if not compile_blocks([stage.blocks], plan):
         stage.recompute, stage.recompute_blocks = plan.recompute, plan.recompute_blocks
         stage.checkpoint = checkpoint_of(plan, stage.checkpoint)
@@ -145,8 +140,6 @@ def parallel_module(
         stage.autocast_dtype = torch_dtype(plan.formats.compute)
     if mesh is None:
         return materialised(stage, device)
-    if plan.tp > 1:
-        cut_tensors(stage, plan, at, mesh["tp"])
     if plan.fsdp and torch_options(plan).fsdp_version == 1:
         return fully_sharded(stage, stage.blocks.values(), plan, mesh, device)
     if plan.fsdp:
@@ -321,53 +314,22 @@ def units_of_blocks(blocks: list[nn.Module], plan: Plan) -> Iterator[nn.Module |
 
 def cut_tensors(stage: Transformer, plan: Plan, at: Rank, mesh: DeviceMesh) -> None:
     """Applies tensor parallelism, with the sequence sharded between its regions if the plan says so."""
-    between = Shard(1) if plan.sequence_parallel else Replicate()
     tied = stage.tied
     if stage.embedding is not None:
         parallelize_module(stage.embedding, mesh, _embedding_styles(stage.embedding, plan))
         if isinstance(stage.embedding, GptEmbedding) and plan.sequence_parallel:
             stage.embedding.sequence_shard = (at.tp, plan.tp)
     for block in stage.blocks.values():
-        parallelize_module(block, mesh, _block_styles(block, plan, stage.rotation is not None))
+        shape = {"rotary": stage.rotation is not None, "gated": hasattr(block.feed_forward, "w3")}
+        parallelize_module(block, mesh, block_styles(sequence_parallel=plan.sequence_parallel, **shape))
     if stage.head is not None:
-        styles: dict[str, ParallelStyle] = {
-            "output": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
-        }
-        if plan.sequence_parallel:
-            styles["norm"] = SequenceParallel()
-        parallelize_module(stage.head, mesh, styles)
+        parallelize_module(stage.head, mesh, head_styles(sequence_parallel=plan.sequence_parallel))
     if tied:
         stage.tie()
 
 
 def _embedding_styles(embedding: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
-    between = Shard(1) if plan.sequence_parallel else Replicate()
-    styles: dict[str, ParallelStyle] = {
-        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-    }
+    styles = {"tokens": embedding_style(sequence_parallel=plan.sequence_parallel)}
     if plan.sequence_parallel and isinstance(embedding, GptEmbedding):
         styles["positions"] = SequenceParallel(sequence_dim=0, use_local_output=True)
-    return styles
-
-
-def _block_styles(block: nn.Module, plan: Plan, rotary: bool) -> dict[str, ParallelStyle]:
-    between = Shard(1) if plan.sequence_parallel else Replicate()
-    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=between)
-    layouts: tuple[Any, ...] = (between, None) if rotary else (between,)
-    desired: tuple[Any, ...] = (Replicate(), None) if rotary else (Replicate(),)
-    feed_forward = cast(nn.Module, block.feed_forward)
-    styles: dict[str, ParallelStyle] = {
-        "attention": PrepareModuleInput(input_layouts=layouts, desired_input_layouts=desired),
-        "attention.wq": columns,
-        "attention.wk": columns,
-        "attention.wv": columns,
-        "attention.wo": rows,
-        "feed_forward": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
-        "feed_forward.w1": columns,
-        "feed_forward.w2": rows,
-    }
-    if hasattr(feed_forward, "w3"):
-        styles["feed_forward.w3"] = columns
-    if plan.sequence_parallel:
-        styles["attention_norm"] = styles["ffn_norm"] = SequenceParallel()
     return styles
