@@ -3,6 +3,7 @@
 from copy import deepcopy
 from functools import cache
 from importlib import import_module
+from math import log
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -79,6 +80,9 @@ def grpo_trainer(
     No server of vLLM runs: a stub gives the completions, and takes no weights. The texts of prompts and
     completions, which are gathered for logs alone, stay on their rank. The reference is as for DPO. Where
     nothing is computed, no number is left out of a least or a largest one as if it were none.
+
+    Every other completion is rewarded. vLLM's stub has all tokens equally likely, and ratios to that are
+    not cut off, so that the loss falls as rewarded completions become likelier.
     """
     trl: Any = import_module("trl")
     own: Any = import_module("trl.trainer.grpo_trainer")
@@ -101,8 +105,9 @@ def grpo_trainer(
             """Nothing is sent."""
 
         def generate(self, prompts: list[list[int]], **_: Any) -> tuple[Any, ...]:
-            each = [[-1.0]] * n
-            return prompts, [ids[-n:]] * len(prompts), [each] * len(prompts), None
+            both = ids[-n:], ids[: -n - 1 : -1]
+            each = [[-log(module.config.vocab_size)]] * n
+            return prompts, [both[i % 2] for i in range(len(prompts))], [each] * len(prompts), None
 
     def rewards(completions: list[str], **_: Any) -> list[float]:
         return [float(i % 2) for i in range(len(completions))]
@@ -115,6 +120,7 @@ def grpo_trainer(
         vllm_mode="server",
         max_completion_length=n,
         num_generations=plan.global_batch,
+        vllm_importance_sampling_clip_max=1e30,
         beta=0.04 if option(plan, "ref_model", False) else 0.0,
     )
     patch.object(own, "gather_object", lambda texts: texts).start()
