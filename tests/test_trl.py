@@ -145,7 +145,9 @@ def test_only_completions_are_scored():
         return sum(stage.flops for stage in found.stages)
 
     of_a_token = 2 * MODEL.d_model * MODEL.vocab_size
-    assert scored(256) - scored(128) == 2 * 2 * of_a_token * 128  # of two sequences, before the step and in it
+    assert (
+        scored(256) - scored(128) == 2 * 2 * of_a_token * 128
+    )  # of two sequences, before the step and in it
 
 
 def test_the_completions_of_a_step_are_kept_as_one():
@@ -164,7 +166,7 @@ def test_beside_adapters_grpo_has_the_model_without_them_as_reference():
 
 def test_metrics_of_completions_and_of_their_generation():
     found = estimated(**GRPO | {"dp": 2, "global_batch": 8})
-    sizes = {"lengths": (2, 8 * 4), "truncated": (1, 4), "rewards": (1, 4 * 4), "clipped tokens": (2 * 2, 4 * 2)}
+    sizes = {"lengths": (2, 8 * 4), "truncated": (1, 4), "rewards": (1, 4 * 4), "clipped tokens": (4, 4 * 2)}
     assert {name: (gathers(found)[name].calls, gathers(found)[name].payload_bytes) for name in sizes} == {
         name: (calls, 2 * n_bytes * calls) for name, (calls, n_bytes) in sizes.items()
     }
