@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer (one process, DDP and FSDP2) and DPOTrainer (one process and DDP); flat lists of rows."""
+"""TRL's SFTTrainer, and its DPOTrainer and GRPOTrainer, which have no FSDP; flat lists of rows."""
 
 from typing import Any, Final
 
