@@ -133,7 +133,7 @@ GRPO: dict[str, Any] = {"trainer": "grpo", "micro_batch": 2, "max_completion_len
 def test_a_model_scores_completions_again_before_it_learns_from_them():
     once, twice, thrice = (estimated(**by) for by in ({"micro_batch": 2}, GRPO, GRPO | {"ref_model": True}))
     flops = [sum(stage.flops for stage in one.stages) for one in (once, twice, thrice)]
-    assert flops[2] == flops[1] * 3 / 2  # forward passes: before each step two of three
+    assert flops[2] == flops[1] * 3 / 2  # two and three forward passes
     assert twice.peak.weights_bytes == once.peak.weights_bytes
     assert thrice.peak.weights_bytes == 2 * once.peak.weights_bytes
     assert thrice.peak.grads_bytes == once.peak.grads_bytes
@@ -152,11 +152,12 @@ def test_only_completions_are_scored():
 
 def test_the_completions_of_a_step_are_kept_as_one():
     found = estimated(**GRPO | {"global_batch": 6, "ref_model": True})
-    ledger = found.ledger().set_index("name")
+    ledger = found.ledger()
+    shapes: dict[str, Any] = dict(zip(ledger["name"], ledger["shape"], strict=True))
     for name in ("old", "sampling", "ref"):
-        assert tuple(ledger.loc[f"{name}_per_token_logps", "shape"]) == (6, 128)
-    assert tuple(ledger.loc["advantages", "shape"]) == (6,)
-    assert tuple(ledger.loc["input_ids", "shape"]) == (6, 512)
+        assert tuple(shapes[f"{name}_per_token_logps"]) == (6, 128)
+    assert tuple(shapes["advantages"]) == (6,)
+    assert tuple(shapes["input_ids"]) == (6, 512)
 
 
 def test_beside_adapters_grpo_has_the_model_without_them_as_reference():
