@@ -796,8 +796,10 @@ def estimate(
             static_graph: DDP may rely on the same graph in each step.
             bucket_cap_bytes: size of DDP's buckets; left out, 25 MiB and a first one of 1 MiB.
             ddp_comm_hook: "none", or DDP's compression: "fp16", "bf16" or "powersgd".
-            trainer: whose loop trains: "none" (a plain one), "huggingface" (transformers' Trainer), "sft"
-                or "dpo" (TRL's SFTTrainer or DPOTrainer; of two sequences a pair).
+            trainer: whose loop trains: "none" (a plain one), "huggingface" (transformers' Trainer), "sft",
+                "dpo" or "grpo" (TRL's SFTTrainer, DPOTrainer or GRPOTrainer; a pair of dpo is two sequences).
+            max_completion_length: tokens that GRPOTrainer has generated, the last ones of each sequence.
+            ref_model: whether GRPOTrainer has a reference model, as its beta is above 0.
             torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
             overlap_comm: DeepSpeed communicates on other streams; left out, with zero=3 only.
             reduce_bucket_size: elements of gradients that DeepSpeed or Colossal-AI reduces at a time.

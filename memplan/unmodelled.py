@@ -55,11 +55,30 @@ ROWS: Final = (
         keywords="async_tp async_tensor_parallel",
     ),
     NotModelled(
-        "preference and reward training other than DPO",
-        "would generate sequences in each step, or learn from single ones",
-        "use trainer='dpo', which holds a frozen reference or turns adapters off",
-        keywords="sync_ref_model grpo kto orpo",
-        values={"trainer": "trl-grpo grpo trl-kto kto trl-reward reward"},
+        "preference and reward training other than DPO and GRPO",
+        "would hold other models beside the trained one, or learn from single sequences",
+        "use trainer='dpo', or trainer='grpo' with ref_model=True",
+        keywords="sync_ref_model reward_model kto orpo rloo ppo",
+        values={"trainer": "trl-kto kto trl-reward reward trl-rloo rloo"},
+    ),
+    NotModelled(
+        "completions of GRPO that are generated on the GPUs that train",
+        "would hold a cache of keys and values there, by vLLM's colocate mode vllm_gpu_memory_utilization of "
+        "the GPU",
+        "use trainer='grpo', whose completions come from a server of vLLM on other GPUs",
+        keywords="use_vllm vllm_mode vllm_gpu_memory_utilization use_transformers_continuous_batching",
+    ),
+    NotModelled(
+        "completions of GRPO for more or less than one step",
+        "would hold completions of several steps, or generate them in each micro-batch",
+        "use trainer='grpo', which has those of one step",
+        keywords="steps_per_generation num_iterations generation_batch_size",
+    ),
+    NotModelled(
+        "losses of GRPO other than DAPO's, and bonuses",
+        "would hold other numbers of each token than the default does",
+        "use trainer='grpo', whose loss_type is 'dapo'",
+        keywords="loss_type importance_sampling_level entropy_coef top_entropy_quantile",
     ),
     NotModelled(
         "log-probabilities of DPO's reference that are computed ahead",

@@ -50,9 +50,10 @@ def test_what_the_trainer_reduces_in_is_noted():
     assert any("reduces gradients in bfloat16, the plan in float32" in note for note in notes)
 
 
-@pytest.mark.parametrize("trainer", ["huggingface", "sft", "dpo"])
+@pytest.mark.parametrize("trainer", ["huggingface", "sft", "dpo", "grpo"])
 def test_what_the_trainer_trains_is_no_script_with_a_loop_of_its_own(trainer):
     asked = {"implementation": "huggingface", "optimizer_impl": "fused", "trainer": trainer}
+    asked |= {"max_completion_length": 32} if trainer == "grpo" else {}
     found = estimate("qwen2.5-0.5b", cluster="1xh100-sxm", seq_len=128, micro_batch=2, **asked)
     assert targets(found)[0] == "transformers"
     with pytest.raises(
@@ -62,7 +63,8 @@ def test_what_the_trainer_trains_is_no_script_with_a_loop_of_its_own(trainer):
     written = exported(found, "transformers")
     n_samples = 1 if trainer == "dpo" else 2
     assert f'"per_device_train_batch_size": {n_samples}' in written.text
-    assert any("max_length=128" in note for note in written.notes) == (trainer != "huggingface")
+    wants = "max_completion_length=32, use_vllm=True" if trainer == "grpo" else "max_length=128"
+    assert any(wants in note for note in written.notes) == (trainer != "huggingface")
 
 
 def test_the_norm_that_the_trainer_takes_anyway_is_noted():

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and DPOTrainer: what they add to a step of transformers' Trainer, and what is refused."""
+"""TRL's trainers: what they add to a step of transformers' Trainer, and what is refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import memplan
-from memplan.errors import MissingRule
+from memplan.errors import MemplanError, MissingRule, PlanRefused
 from memplan.models import implemented, preset
 from memplan.tracing.trl import TOKENS, VOCABULARY
 
@@ -125,6 +125,73 @@ def test_metrics_of_pairs_are_gathered_and_a_reference_has_no_buffers_to_broadca
 def test_what_has_no_rule_under_dpo_is_refused(options, said):
     with pytest.raises(MissingRule, match=f"trainer='dpo' with .*{said}"):
         estimated(**DPO | options)
+
+
+GRPO: dict[str, Any] = {"trainer": "grpo", "micro_batch": 2, "max_completion_length": 128}
+
+
+def test_a_model_scores_completions_again_before_it_learns_from_them():
+    once, twice, thrice = (estimated(**by) for by in ({"micro_batch": 2}, GRPO, GRPO | {"ref_model": True}))
+    flops = [sum(stage.flops for stage in one.stages) for one in (once, twice, thrice)]
+    assert flops[2] == flops[1] * 3 / 2  # two and three forward passes
+    assert twice.peak.weights_bytes == once.peak.weights_bytes
+    assert thrice.peak.weights_bytes == 2 * once.peak.weights_bytes
+    assert thrice.peak.grads_bytes == once.peak.grads_bytes
+
+
+def test_only_completions_are_scored():
+    def scored(n: int) -> int:
+        found = estimated(**GRPO | {"max_completion_length": n})
+        return sum(stage.flops for stage in found.stages)
+
+    of_a_token = 2 * MODEL.d_model * MODEL.vocab_size
+    assert (
+        scored(256) - scored(128) == 2 * 2 * of_a_token * 128
+    )  # of two sequences, before the step and in it
+
+
+def test_the_completions_of_a_step_are_kept_as_one():
+    found = estimated(**GRPO | {"global_batch": 6, "ref_model": True})
+    ledger = found.ledger()
+    shapes: dict[str, Any] = dict(zip(ledger["name"], ledger["shape"], strict=True))
+    for name in ("old", "sampling", "ref"):
+        assert tuple(shapes[f"{name}_per_token_logps"]) == (6, 128)
+    assert tuple(shapes["advantages"]) == (6,)
+    assert tuple(shapes["input_ids"]) == (6, 512)
+
+
+def test_beside_adapters_grpo_has_the_model_without_them_as_reference():
+    found, alone = (estimated(lora_rank=8, **GRPO | {"ref_model": held}) for held in (True, False))
+    assert found.peak.weights_bytes == alone.peak.weights_bytes
+
+
+def test_metrics_of_completions_and_of_their_generation():
+    found = estimated(**GRPO | {"dp": 2, "global_batch": 8})
+    sizes = {"lengths": (2, 8 * 4), "truncated": (1, 4), "rewards": (1, 4 * 4), "clipped tokens": (4, 4 * 2)}
+    assert {name: (gathers(found)[name].calls, gathers(found)[name].payload_bytes) for name in sizes} == {
+        name: (calls, 2 * n_bytes * calls) for name, (calls, n_bytes) in sizes.items()
+    }
+    (summed,) = (one for one in found.collectives if one.what == "metrics")
+    assert (summed.kind, summed.calls, summed.payload_bytes) == ("all_reduce", 2 * 4, 2 * 4 * 8)
+
+
+@pytest.mark.parametrize(
+    "options,error,said",
+    [
+        (FSDP2, MissingRule, "trainer='grpo' with zero=3"),
+        ({"lora_rank": 8, "quantize": "nf4", "precision": "bf16-autocast"}, MissingRule, "quantize='nf4'"),
+        ({"max_completion_length": None}, PlanRefused, "after a prompt; use a max_completion_length below"),
+        ({"max_completion_length": 512}, PlanRefused, "max_completion_length=256"),
+        ({"micro_batch": 1}, PlanRefused, "global_batch=1: .*compared with each other"),
+        ({"trainer": "sft"}, PlanRefused, "max_completion_length=128 is of TRL's GRPOTrainer"),
+        ({"vllm_mode": "colocate"}, MemplanError, "vllm_gpu_memory_utilization of the GPU"),
+        ({"num_iterations": 4}, MemplanError, "completions of several steps"),
+        ({"loss_type": "grpo"}, MemplanError, "loss_type is 'dapo'"),
+    ],
+)
+def test_what_has_no_rule_under_grpo_is_refused(options, error, said):
+    with pytest.raises(error, match=said):
+        estimated(**GRPO | options)
 
 
 def test_routers_are_refused():

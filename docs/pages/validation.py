@@ -29,7 +29,7 @@ SUITES: Final = {
     "no-sync": "FSDP2 that accumulates whole gradients",
     "offloading": "inputs of recomputed blocks on the host",
     "trainers": "transformers' Trainer, alone, under DDP and FSDP",
-    "trl": "TRL's SFTTrainer and DPOTrainer, alone, under DDP and FSDP2",
+    "trl": "TRL's SFTTrainer, DPOTrainer and GRPOTrainer, alone, under DDP and FSDP2",
     "deepspeed": "DeepSpeed's ZeRO-0 to 3, and hpZ",
     "fairscale": "FairScale's OSS under DDP and ShardedDataParallel",
     "colossalai": "Colossal-AI's LowLevelZeroPlugin",

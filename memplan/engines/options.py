@@ -45,7 +45,9 @@ class EngineOptions(TypedDict, total=False):
     static_graph: bool
     bucket_cap_bytes: int | None
     ddp_comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
-    trainer: Literal["none", "huggingface", "sft", "dpo"]
+    trainer: Literal["none", "huggingface", "sft", "dpo", "grpo"]
+    max_completion_length: int | None
+    ref_model: bool
     torch_version: Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
     overlap_comm: bool | None
     reduce_bucket_size: int

@@ -28,7 +28,7 @@ OPTIMIZERS: Final = {
 
 WHO: Final = "transformers' Trainer"
 
-CONFIGS: Final = {"sft": "SFTConfig", "dpo": "DPOConfig"}
+CONFIGS: Final = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig"}
 """The classes of TRL that take the arguments too."""
 
 
@@ -64,8 +64,12 @@ class Transformers(Launcher):
         if plan.formats.stored == BF16:
             yield "The weights are in bfloat16 only if your script loads the model with dtype=torch.bfloat16."
         if (trainer := plan_dict(plan)["trainer"]) in CONFIGS:
-            config = CONFIGS[trainer]
-            yield f"trl.{config} takes these arguments too; it also wants max_length={plan.seq_len}."
+            wants = f"max_length={plan.seq_len}"
+            if trainer == "grpo":
+                n, held = (plan_dict(plan)[name] for name in ("max_completion_length", "ref_model"))
+                server = f"use_vllm=True, vllm_mode='server', {'a beta above 0' if held else 'beta=0.0'}"
+                wants = f"max_completion_length={n}, {server}, and prompts of {plan.seq_len - n} tokens"
+            yield f"trl.{CONFIGS[trainer]} takes these arguments too; it also wants {wants}."
         if trainer != "none":
             return
         yield from differences(job, WHO)

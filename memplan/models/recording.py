@@ -67,10 +67,10 @@ TRAINER: Final = "trainer"
 
 
 REFERENCE: Final = "reference"
-"""The name of the frozen copy that TRL's DPOTrainer holds beside the module, as a part of it."""
+"""The name of the frozen copy that TRL's trainers hold beside the module, as a part of it."""
 
 Reference = Literal["copy", "adapters off"]
-"""What TRL's DPOTrainer compares the trained model with: a frozen copy, or itself without its adapters."""
+"""What TRL's trainers compare the trained model with: a frozen copy, or itself without its adapters."""
 
 
 class Scoring(NamedTuple):
@@ -88,13 +88,15 @@ class ByTrainer(NamedTuple):
     """How transformers' Trainer calls a module: whether DDP clones outputs, whether FSDP2 casts floats.
 
     `scoring`: how TRL's trainers do, which build on it; None: the Trainer itself calls it. `reference`: what
-    the DPOTrainer has beside the module; None: it is the SFTTrainer.
+    these have beside the module; the SFTTrainer has none. `completion`: the last tokens of a sequence, which
+    the GRPOTrainer scores; None: it is another trainer.
     """
 
     clones_outputs: bool = False
     casts_inputs: bool = False
     scoring: Scoring | None = None
     reference: Reference | None = None
+    completion: int | None = None
 
 
 ROTATES: Final = ("allgather", "alltoall")

@@ -64,6 +64,8 @@ class PlanOptions(TypedDict, total=False):
     bucket_cap_bytes: int | Iterable[int | None] | None
     ddp_comm_hook: str | Iterable[str]
     trainer: str | Iterable[str]
+    max_completion_length: int | Iterable[int]
+    ref_model: bool | Iterable[bool]
     torch_version: str | Iterable[str]
     overlap_comm: bool | Iterable[bool | None] | None
     reduce_bucket_size: int | Iterable[int]

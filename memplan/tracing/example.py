@@ -36,6 +36,7 @@ class Example:
     `point` is the example's batch and length. `by_trainer`: the loss is taken of the output outside
     autocast, and held beside what the backward pass starts from, as transformers' Trainer does it.
     `is_of_one_size`: other things happen at other batches and lengths, so that it is traced at its own.
+    `before`: runs the module ahead of its forward pass, given the same inputs, which then keep their types.
     """
 
     module: nn.Module
@@ -47,6 +48,7 @@ class Example:
     point: Point
     by_trainer: bool = False
     is_of_one_size: bool = False
+    before: Callable[..., None] | None = None
 
     @property
     def has_sequence(self) -> bool:

@@ -143,8 +143,9 @@ def _example(module: Any, inputs: "Inputs", called: Mapping[str, Any] | None) ->
         return checked_example(module, inputs)
     scoring = Scoring(*called["scoring"]) if "scoring" in called else None
     by = ByTrainer(**{**called, "scoring": scoring})
-    example = checked_example(module, as_trainer_calls(module, by, inputs), loss_by_trainer(by))
-    example = replace(example, by_trainer=True)
+    inputs, before = as_trainer_calls(module, by, inputs)
+    example = checked_example(module, inputs, loss_by_trainer(by))
+    example = replace(example, by_trainer=True, before=before)
     return replace(example.at(scoring[:2]), is_of_one_size=True) if scoring else example
 
 

@@ -174,6 +174,7 @@ class Recorder(ShapesMode):
         self.entry_grad = -1
         """Storage of that gradient."""
         self.autocasts = False
+        self.is_called = False
         self.input_casts: dict[int, list[int]] = {}
         """Storages of autocast's copies of what each block is called with."""
         self.outputs: dict[int, int] = {}
@@ -401,9 +402,10 @@ class Recorder(ShapesMode):
         return self.section.phase == "backward" and torch.is_grad_enabled()
 
     @property
-    def has_returned(self) -> bool:
-        """Whether the module's forward pass is over: a block that the loss calls is none of its units."""
-        return self.section.phase == "forward" and self.section.unit > self.n_blocks + 1
+    def is_outside(self) -> bool:
+        """Whether the module's forward pass is yet to begin, or over: a block called there is no unit."""
+        is_over = self.section.unit > self.n_blocks + 1
+        return self.section.phase == "forward" and (is_over or not self.is_called)
 
     def _on_device(self, out: Any) -> tuple[Tensor, ...]:
         """The tensors of a result that are in the device's memory."""

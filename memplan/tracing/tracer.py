@@ -624,10 +624,13 @@ class _Tracer:
         self, recorder: Recorder, inputs: Any, targets: Any, scale: Tensor | None, weights: str, autocast: str
     ) -> None:
         """The passes; the loss is multiplied by the `scale` of a loss scaler, if there is one."""
+        before = self.example.before
         with torch.autocast(self.device.type, getattr(torch, autocast)) if autocast else nullcontext():
-            inputs = _cast(inputs, weights)
+            inputs = _cast(inputs, weights) if before is None else inputs
             recorder.section = Section("forward", 0)
-            recorder.autocasts = bool(autocast)
+            if before is not None:
+                before(**inputs)
+            recorder.is_called, recorder.autocasts = True, bool(autocast)
             output = [self._output(recorder, inputs)]
             del inputs
             loss = None if self.example.by_trainer else self._loss(output, targets)
@@ -738,7 +741,7 @@ class _Tracer:
         self, recorder: Recorder, forward: Callable[..., Any], unit: Unit, variant: Variant
     ) -> Callable[..., Any]:
         def block(*args: Any, **kwargs: Any) -> Any:
-            again = recorder.is_recomputing or recorder.has_returned  # by the module itself, or by the loss
+            again = recorder.is_recomputing or recorder.is_outside  # by the module itself, or its trainer
             number = 0 if again else recorder.entered(unit, (args, kwargs))
             if variant.casts:
                 args, kwargs = _cast((args, kwargs), variant.weights)

@@ -10,17 +10,27 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from memplan.models.recording import ByTrainer
 from memplan.tracing.example import Loss
-from memplan.tracing.trl import loss_of_pairs, loss_of_scores, with_reference, with_scores
+from memplan.tracing.trl import (
+    beside_completions,
+    loss_of_completions,
+    loss_of_pairs,
+    loss_of_scores,
+    with_completions,
+    with_reference,
+    with_scores,
+)
 
 N_ITEMS: Final = "num_items_in_batch"
 """The argument that says how many tokens a step has, over which the loss is a mean."""
 
 
-def as_trainer_calls(module: nn.Module, by: ByTrainer, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs with a mask of padding that is all ones; the module's forward is changed in place.
+def as_trainer_calls(
+    module: nn.Module, by: ByTrainer, inputs: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], Callable[..., None] | None]:
+    """The inputs with a mask of padding that is all ones, and what runs before the module, if anything does.
 
-    `num_items_in_batch`, by which the loss is divided, is a tensor among the inputs where FSDP2 casts it, and
-    where TRL's trainer divides by it. Elsewhere it is a Python float.
+    The module's forward is changed in place. `num_items_in_batch`, by which the loss is divided, is a tensor
+    among the inputs where FSDP2 casts it, and where TRL's trainer divides by it. Elsewhere it is a float.
 
     Source: transformers.trainer (`Trainer.compute_loss`); accelerate.accelerator
     (`Accelerator.prepare_model`); accelerate.utils.operations (`ConvertOutputsToFp32`).
@@ -28,8 +38,11 @@ def as_trainer_calls(module: nn.Module, by: ByTrainer, inputs: Mapping[str, Tens
     ones = torch.ones_like(inputs["input_ids"])
     found = {"input_ids": inputs["input_ids"], "attention_mask": ones, "labels": inputs["labels"]}
     forward: Callable[..., Any] = module.forward
-    unless_given = {N_ITEMS: 1.0}
-    if by.reference is not None:
+    unless_given, before = {N_ITEMS: 1.0}, None
+    if by.completion is not None:
+        (forward, before), unless_given = with_completions(module, by), {}
+        found |= beside_completions(by, len(found.pop("labels")))
+    elif by.reference is not None:
         forward, unless_given = with_reference(module, by), {}
         found["completion_mask"] = torch.ones_like(found.pop("labels"))
     elif by.scoring is not None:
@@ -39,11 +52,11 @@ def as_trainer_calls(module: nn.Module, by: ByTrainer, inputs: Mapping[str, Tens
 
     def called(**arguments: Any) -> Any:
         output = forward(**unless_given | arguments)
-        autocasts = torch.is_autocast_enabled(arguments["input_ids"].device.type)
+        autocasts = torch.is_autocast_enabled(next(iter(arguments.values())).device.type)
         return tree_map_only(Tensor, _in_float32, output) if autocasts else output
 
     vars(module)["forward"] = called
-    return found
+    return found, before
 
 
 def _in_float32(output: Tensor) -> Tensor:
@@ -64,6 +77,8 @@ def loss_by_trainer(by: ByTrainer) -> Loss:
             del values
         if by.casts_inputs and by.scoring is None:
             output = tree_map_only(Tensor, partial(Tensor.to, dtype=output.logits.dtype), output)
+        if by.completion is not None:
+            return loss_of_completions(output, *given)
         if by.reference is not None:
             return loss_of_pairs(output, *given) / 1  # by the number of micro-batches
         found: Tensor = output.loss if by.scoring is None else loss_of_scores(output, *given)

@@ -8,8 +8,8 @@ Source: trl.trainer.utils (`add_fused_lm_head`), trl.kernels.chunked_logprob (`C
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any, Final, NamedTuple, cast
@@ -31,6 +31,9 @@ VOCABULARY: Final = 32_768
 BETA: Final = 0.1
 """The usual weight of a pair's difference (`DPOConfig.beta`)."""
 
+EPSILON: Final = 0.2
+"""How far a token's probability may have moved before its ratio is clipped (`GRPOConfig.epsilon`)."""
+
 
 class Scores(NamedTuple):
     """What the module returns: of each token but the last (batch, seq - 1), and their loss.
@@ -50,6 +53,7 @@ class Scores(NamedTuple):
 
 OF_SFT: Final = ("entropy", "is_top1")
 OF_DPO: Final = ("entropy", "mean_logits", "is_top1")
+OF_GRPO: Final = ("entropy",)
 """What a trainer asks for beside the log-probabilities of tokens; of the reference it is nothing."""
 
 
@@ -88,11 +92,7 @@ def with_reference(
     for one in module.modules():
         if isinstance(one, nn.Dropout):
             one.p = 0.0
-    reference = deepcopy(module).requires_grad_(False) if by.reference == "copy" else None
-    score = of_reference = _scorer(module, by)
-    if reference is not None:
-        module.add_module(REFERENCE, reference)
-        of_reference = _scorer(reference, by)
+    score, of_reference, as_reference = _scorers(module, by)
 
     def forward(
         *, input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor
@@ -102,13 +102,91 @@ def with_reference(
         autocasts, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
         def refer() -> Scores:
-            without = _as_loaded(reference) if reference is not None else module.disable_adapter()
-            with torch.no_grad(), without, torch.autocast(device, dtype, enabled=autocasts):
+            with torch.no_grad(), as_reference(), torch.autocast(device, dtype, enabled=autocasts):
                 return of_reference(input_ids, attention_mask, labels, ())
 
         return score(input_ids, attention_mask, labels, OF_DPO), refer, attention_mask, completion_mask
 
     return forward
+
+
+def beside_completions(by: ByTrainer, batch: int) -> dict[str, Tensor]:
+    """What TRL's GRPOTrainer has beside sequences and their mask when its passes begin.
+
+    For each completion these are its advantage and log-probabilities of its tokens: the trained model's
+    before the step, vLLM's own, their ratio, and the reference's. The number of tokens is that of all.
+
+    Source: trl.trainer.grpo_trainer (`GRPOTrainer._generate_and_score_completions`), 1.16.
+    """
+    of_tokens = torch.zeros(batch, cast(int, by.completion))
+    found = {
+        "advantages": torch.zeros(batch), "num_items_in_batch": torch.ones((), dtype=torch.int64),
+        "old_per_token_logps": of_tokens, "importance_sampling_ratio": torch.zeros(batch, 1),
+        "sampling_per_token_logps": of_tokens,
+    }  # fmt: skip
+    return found | ({} if by.reference is None else {"ref_per_token_logps": of_tokens})
+
+
+def with_completions(
+    module: Any, by: ByTrainer
+) -> tuple[Callable[..., tuple[Scores, Tensor, Tensor, dict[str, Tensor]]], Callable[..., None]]:
+    """The forward of a causal language model under TRL's GRPOTrainer, and what runs before it.
+
+    It returns the scores of completions, the sequences and their mask, and what else it is given. Before
+    it, the model scores the same completions without gradients, and so does the reference, if there is one.
+
+    Source: trl.trainer.grpo_trainer (`GRPOTrainer._generate_and_score_completions`,
+    `GRPOTrainer._get_per_token_logps_and_entropies`), 1.16.
+
+    Raises:
+        MissingRule: as `_scorer`.
+    """
+    score, of_reference, as_reference = _scorers(module, by)
+    n = cast(int, by.completion)
+
+    def joined(one: Tensor) -> Tensor:
+        return torch.cat([one[:, :-n], one[:, -n:]], dim=1)  # of a prompt and a completion
+
+    def labels_of(ids: Tensor, of_padding: Tensor) -> Tensor:
+        labels = ids.masked_fill(of_padding == 0, -100)
+        labels[:, :-n] = -100
+        return labels
+
+    def forward(**given: Tensor) -> tuple[Scores, Tensor, Tensor, dict[str, Tensor]]:
+        ids, of_padding = joined(given["input_ids"]), joined(given["attention_mask"])
+        return score(ids, of_padding, labels_of(ids, of_padding), OF_GRPO), ids, of_padding, given
+
+    def before(**given: Tensor) -> None:
+        ids, of_padding = joined(given["input_ids"]), joined(given["attention_mask"])
+        with torch.no_grad():
+            score(ids, of_padding, labels_of(ids, of_padding), OF_GRPO)
+            torch.clear_autocast_cache()
+            if by.reference is not None:
+                with as_reference():
+                    of_reference(ids, of_padding, labels_of(ids, of_padding), ())
+                torch.clear_autocast_cache()
+
+    return forward, before
+
+
+Scorer = Callable[[Tensor, Tensor, Tensor, tuple[str, ...]], Scores]
+"""From tokens, the mask of padding, labels and what is asked for to a model's scores."""
+
+
+def _scorers(module: Any, by: ByTrainer) -> tuple[Scorer, Scorer, Callable[[], Any]]:
+    """How a module scores, how its reference does, and the block in which it is the reference.
+
+    The module gets a frozen copy as a part, unless its adapters are turned off.
+    """
+    if by.reference is None:
+        score = _scorer(module, by)
+        return score, score, nullcontext
+    reference = deepcopy(module).requires_grad_(False) if by.reference == "copy" else None
+    score = _scorer(module, by)
+    if reference is None:
+        return score, score, module.disable_adapter
+    module.add_module(REFERENCE, reference)
+    return score, _scorer(reference, by), partial(_as_loaded, reference)
 
 
 @contextmanager
@@ -122,8 +200,8 @@ def _as_loaded(reference: nn.Module) -> Iterator[None]:
     reference.requires_grad_(False)
 
 
-def _scorer(module: Any, by: ByTrainer) -> Callable[[Tensor, Tensor, Tensor, tuple[str, ...]], Scores]:
-    """A function from tokens, the mask of padding, labels and what is asked for to a model's scores.
+def _scorer(module: Any, by: ByTrainer) -> Scorer:
+    """A function that scores the targets of a batch with a model.
 
     FSDP2 casts what it returns to the type that it gathers weights in.
 
@@ -141,7 +219,8 @@ def _scorer(module: Any, by: ByTrainer) -> Callable[[Tensor, Tensor, Tensor, tup
         ("the loss of a router of experts", hasattr(config, "output_router_logits")),
     ):
         if asked:
-            asked_by = "sft" if by.reference is None else "dpo"
+            others = "sft" if by.reference is None else "dpo"
+            asked_by = others if by.completion is None else "grpo"
             raise MissingRule(
                 f"trainer={asked_by!r} with {what} has no rule yet; use another model, or "
                 "trainer='huggingface'.",
@@ -236,8 +315,35 @@ def loss_of_pairs(
     return loss
 
 
+def loss_of_completions(
+    scores: Scores, ids: Tensor, of_padding: Tensor, given: Mapping[str, Tensor]
+) -> Tensor:
+    """The loss of completions by DAPO, over all tokens that were generated; it holds `ids` and `of_padding`.
+
+    Neglects: what is counted beside it, but for entropies.
+    Source: trl.trainer.grpo_trainer (`GRPOTrainer._compute_loss`), 1.16.
+    """
+    mask = given["attention_mask"][:, -given["old_per_token_logps"].size(1) :]
+    log_probs = torch.cat([scores.log_probs[:, -mask.size(1) :]], dim=0)
+    entropies = torch.cat([cast(Tensor, scores.entropy)[:, -mask.size(1) :]], dim=0)
+    advantages = given["advantages"].unsqueeze(1)
+    ratio = torch.exp(log_probs - given["old_per_token_logps"])
+    clipped = torch.clamp(ratio, 1 - EPSILON, 1 + EPSILON)
+    of_reference = given.get("ref_per_token_logps")
+    if of_reference is not None:
+        divergence = torch.exp(of_reference - log_probs) - (of_reference - log_probs) - 1
+    of_ratio, of_clipped = ratio * advantages, clipped * advantages
+    of_tokens = -torch.min(of_ratio, of_clipped) * given["importance_sampling_ratio"]
+    if of_reference is not None:
+        of_tokens = of_tokens + BETA * divergence
+    n_tokens = given["num_items_in_batch"].clamp(min=1.0) / 1  # by the number of ranks
+    loss: Tensor = (of_tokens * mask).sum() / (n_tokens * 1 / 1)  # by shares of a step
+    torch.stack([(entropies * mask).sum(), mask.sum().float()])
+    return loss
+
+
 class _Chosen(torch.autograd.Function):
-    """The elements of x that a mask of its first dims chooses: all of them.
+    """The elements of x that a mask of its first dims chooses.
 
     Source: aten/src/ATen/native/TensorAdvancedIndexing.cpp (`index_put_with_sort`, `_index_put_impl_`),
     torch/csrc/autograd/FunctionsManual.cpp (`index_backward`).

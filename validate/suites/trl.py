@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer (one process, DDP and FSDP2) and DPOTrainer (one process and DDP); flat lists of rows."""
+"""TRL's SFTTrainer, and its DPOTrainer and GRPOTrainer, which have no FSDP; flat lists of rows."""
 
 from typing import Any, Final
 
@@ -89,9 +89,39 @@ PAIRS: Final[tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = (
 """Families in small with pairs of sequences, for CPU ranks, and their sizes."""
 
 
+GRPO: Final[dict[str, Any]] = {"trainer": "grpo", "micro_batch": 2, "max_completion_length": 32}
+
+COMPLETIONS: Final[tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = (
+    ("llama", {"precision": "fp32"}, APART),
+    ("llama", {"precision": "bf16-mixed", "micro_batch": 4, "ref_model": True}, APART),
+    ("qwen3", {"precision": "bf16", "max_completion_length": 48}, APART),
+    ("qwen3", {"precision": "bf16-mixed", "global_batch": 6, "recompute": "full", "ref_model": True}, {}),
+    ("gpt", {"precision": "fp32", "recompute": "full"}, {}),
+    ("llama", {"dp": 2, "precision": "bf16-mixed", "recompute": "full"}, APART),
+    ("qwen3", {"dp": 2, "precision": "fp32", "micro_batch": 4, "global_batch": 16, "ref_model": True}, {}),
+    ("llama", {**LORA, "precision": "fp32"}, {}),
+    ("qwen3", {**LORA, "precision": "bf16-mixed", "recompute": "full", "ref_model": True}, {}),
+    ("gemma2", {**LORA, "precision": "bf16", "lora_targets": "q_proj,v_proj", "lora_dropout": 0.1}, {}),
+    ("llama", {**LORA, "dp": 2, "precision": "bf16-mixed", "ref_model": True}, {}),
+    ("qwen2", {**LORA, "dp": 2, "precision": "bf16-mixed", "recompute": "full", "global_batch": 8}, {}),
+)
+"""Families in small with completions that are given, for CPU ranks, and their sizes."""
+
+LARGE_COMPLETIONS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
+    ("llama-3.2-1b", 16, {**DEFAULT, "seq_len": 2048, "max_completion_length": 1024}, None),
+    (QWEN, 4, {"precision": "bf16", "seq_len": 1024, "micro_batch": 4, "max_completion_length": 512}, None),
+    (LLAMA, 32, {**LORA, "precision": "bf16-autocast", "recompute": "full", "ref_model": True}, None),
+    (LLAMA, 8, {**LORA, **DEFAULT, "ref_model": True, "global_batch": 4}, None),
+    (LLAMA, 2, {**DEFAULT, "dp": 8, "ref_model": True}, 1),
+    (QWEN, 8, {**LORA, **DEFAULT, "dp": 8, "global_batch": 32}, 3),
+)
+"""As `LARGE`, with completions."""
+
+
 def trl() -> tuple[Case, ...]:
     """TRL's trainers on CPU ranks: families in small."""
     rows = [*[(SFT, *row) for row in SMALL], *[(DPO, *row) for row in PAIRS]]
+    rows += [(GRPO, *row) for row in COMPLETIONS]
     return tuple([in_small(family, by | own, **more) for by, family, own, more in rows])
 
 
@@ -104,4 +134,5 @@ def gpu_trl(gpus: Gpus | None) -> tuple[Case, ...]:
     if gpus is None:
         raise InvalidValue("gpu-trl has models of true size; use --device nogpu, or the suite trl.")
     rows = [*[(SFT, *row) for row in LARGE], *[(DPO, *row) for row in LARGE_PAIRS]]
+    rows += [(GRPO | {"max_completion_length": 1024}, *row) for row in LARGE_COMPLETIONS]
     return tuple([large(preset, n, by | options, rank, gpus) for by, preset, n, options, rank in rows])

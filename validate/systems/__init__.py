@@ -20,7 +20,7 @@ RUN: Final = ("torch", "deepspeed", "fairscale", "colossalai")
 SYSTEMS: Final = {name: f"validate.systems.{name}" for name in RUN}
 """The module that runs the framework of each of memplan's engines."""
 
-TRAINERS: Final = dict.fromkeys(("huggingface", "sft", "dpo"), "validate.systems.huggingface")
+TRAINERS: Final = dict.fromkeys(("huggingface", "sft", "dpo", "grpo"), "validate.systems.huggingface")
 """The module that runs each trainer, over whichever framework."""
 
 

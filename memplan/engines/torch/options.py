@@ -19,7 +19,9 @@ LIGER_KERNELS: Final = ("none", "fused_linear_cross_entropy")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch")
 """The options of FullyShardedDataParallel alone."""
-OF_TRL: Final = ("sft", "dpo")
+OF_GRPO: Final = ("max_completion_length", "ref_model")
+"""The options of TRL's GRPOTrainer alone."""
+OF_TRL: Final = ("sft", "dpo", "grpo")
 TRAINERS: Final = ("none", "huggingface", *OF_TRL)
 TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
@@ -137,10 +139,24 @@ class TorchOptions:
     trainer: str = described(
         "none",
         Choice(
-            "Whose loop trains: a plain one, transformers' Trainer, or TRL's SFTTrainer or DPOTrainer",
+            "Whose loop trains: a plain one, transformers' Trainer, or TRL's SFTTrainer, DPOTrainer or "
+            "GRPOTrainer",
             choices=TRAINERS,
             word="trainer",
         ),
+    )
+    max_completion_length: int | None = described(
+        None,
+        Count(
+            "Tokens that GRPOTrainer has generated, the last ones of each sequence",
+            left_out="none are",
+            optional=True,
+            word="completion",
+        ),
+    )
+    ref_model: bool = described(
+        False,
+        Flag("GRPOTrainer has a reference model, as its beta is above 0", word="ref-model"),
     )
     torch_version: str = described(
         "2.13", Choice("Release of PyTorch whose rules apply", choices=TORCH_VERSIONS, word="torch")
@@ -191,17 +207,18 @@ def gathers_head(plan: Plan) -> bool:
 
 def called_by_trainer(plan: Plan) -> ByTrainer | None:
     """How the plan's trainer calls the module; None: as a plain loop does."""
-    trainer, scoring = torch_options(plan).trainer, None
-    if trainer == "none":
+    options, scoring = torch_options(plan), None
+    if options.trainer == "none":
         return None
-    if trainer in OF_TRL:
+    if options.trainer in OF_TRL:
         scoring = Scoring(plan.micro_batch, plan.seq_len, gathers_head(plan))
     reference: Reference = "copy" if plan.adapters is None else "adapters off"
     return ByTrainer(
         clones_outputs=finds_unused(plan),
         casts_inputs=plan.fsdp and plan.mixed,
         scoring=scoring,
-        reference=reference if trainer == "dpo" else None,
+        reference=reference if options.trainer == "dpo" or options.ref_model else None,
+        completion=options.max_completion_length,
     )
 
 

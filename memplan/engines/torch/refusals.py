@@ -14,6 +14,7 @@ from memplan.engines.refusals import (
 )
 from memplan.engines.torch.options import (
     FSDP1_OPTIONS,
+    OF_GRPO,
     OF_TRL,
     TorchOptions,
     compiled_blocks,
@@ -930,6 +931,7 @@ def _check_divided(model: Model, plan: Plan) -> None:
 def _check_trainer(model: Model, plan: Plan) -> None:
     """Raise for what transformers' Trainer is not told, or does by no rule that is known."""
     options = torch_options(plan)
+    _check_options_of_grpo(plan)
     if options.trainer == "none":
         return
     asked = f"trainer={options.trainer!r}"
@@ -978,8 +980,37 @@ def _check_trainer(model: Model, plan: Plan) -> None:
         ),
         *(_not_by_trainers_of_trl(model, plan) if options.trainer in OF_TRL else ()),
         *(_not_by_dpo(plan) if options.trainer == "dpo" else ()),
+        *(_not_by_grpo(plan) if options.trainer == "grpo" else ()),
     )
     _check_set_by_trainer(plan, ends)
+
+
+def _check_options_of_grpo(plan: Plan) -> None:
+    """Raise for options of TRL's GRPOTrainer under another one, and for completions without a length."""
+    options = torch_options(plan)
+    if options.trainer != "grpo":
+        for name in OF_GRPO:
+            if (value := getattr(options, name)) != getattr(USUAL, name):
+                raise PlanRefused(
+                    f"{name}={value!r} is of TRL's GRPOTrainer, which trainer={options.trainer!r} is not; "
+                    "leave it out, or use trainer='grpo'.",
+                    kind="options of GRPOTrainer on plans that do not use it",
+                )
+        return
+    name, length = "max_completion_length", options.max_completion_length
+    if length is None or length >= plan.seq_len:
+        raise PlanRefused(
+            f"trainer='grpo' with {name}={length}: the last ones of seq_len={plan.seq_len} tokens are "
+            f"generated and scored, after a prompt; use a {name} below seq_len, as "
+            f"{name}={max(plan.seq_len // 2, 1)}.",
+            kind="GRPOTrainer without a length of completions",
+        )
+    if plan.global_batch < 2:
+        raise PlanRefused(
+            f"trainer='grpo' with global_batch={plan.global_batch}: completions of a prompt are compared "
+            "with each other (num_generations is at least 2); use global_batch=2 or more.",
+            kind="GRPOTrainer with a single completion",
+        )
 
 
 def _check_set_by_trainer(plan: Plan, ends: str) -> None:
@@ -1009,6 +1040,14 @@ def _not_by_dpo(plan: Plan) -> tuple[tuple[bool, str, str], ...]:
             f"micro_batch={plan.micro_batch + 1}, and a global_batch that is a multiple of it",
         ),
         (plan.fsdp, f"zero={plan.zero}, under which the reference is sharded too", "zero=0"),
+        (plan.quantize != "none", f"quantize={plan.quantize!r}", "quantize='none'"),
+    )
+
+
+def _not_by_grpo(plan: Plan) -> tuple[tuple[bool, str, str], ...]:
+    """What has no rule under TRL's GRPOTrainer, as rows of `_check_trainer`."""
+    return (
+        (plan.fsdp, f"zero={plan.zero}", "zero=0"),
         (plan.quantize != "none", f"quantize={plan.quantize!r}", "quantize='none'"),
     )
 

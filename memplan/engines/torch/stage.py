@@ -198,9 +198,9 @@ class Stage(ModelStage):
 
     @property
     def synchronized_buffers(self) -> list[Buffer]:
-        """The buffers that DDP broadcasts; it does not wrap the reference model of TRL's DPOTrainer."""
+        """The buffers that DDP broadcasts; it does not wrap the reference model of TRL's trainers."""
         found = super().synchronized_buffers
-        if self.options.trainer != "dpo":
+        if self.options.trainer not in ("dpo", "grpo"):
             return found
         return [one for one in found if not one.name.startswith(f"{REFERENCE}.")]
 

@@ -16,7 +16,7 @@ from memplan.models import Model
 from memplan.passes.trace import Trace
 from memplan.plan import Plan
 from memplan.record import Collective, Free, Stretch, allocs, events, frees
-from memplan.shapes import FP32, INT64, Buffer, DType, Parameter, buffer_of
+from memplan.shapes import BOOL, FP32, INT64, Buffer, DType, Parameter, buffer_of
 
 MASK: Final = "mask of padding"
 N_TOKENS: Final = "tokens of the batch"
@@ -56,8 +56,11 @@ class KeptByTrainer:
 
 
 def counts_tokens(plan: Plan) -> bool:
-    """Whether the trainer counts the tokens of a step's batch on all ranks: TRL's DPOTrainer does not."""
-    return torch_options(plan).trainer != "dpo"
+    """Whether the trainer counts the tokens of a step's batch on all ranks: TRL's DPOTrainer does not.
+
+    Its GRPOTrainer counts those of completions as it has these.
+    """
+    return torch_options(plan).trainer not in ("dpo", "grpo")
 
 
 def kept_by_trainer(
@@ -70,15 +73,24 @@ def kept_by_trainer(
     mask = buffer_of(MASK, (plan.micro_batch, plan.seq_len), INT64)
     own = model.inputs(plan.micro_batch, plan.seq_len)
     each = mask, *[one for one in own if one.name not in GIVEN]
+    batch = *each * plan.n_micro_batches, *[buffer_of(N_TOKENS, (), FP32)] * counts_tokens(plan)
+    if torch_options(plan).trainer == "grpo":
+        each, batch = (), tuple([_of_step(one, plan.n_micro_batches) for one in own])
     freed = [event.buffer for event in trace.end_of_backward.events if isinstance(event, Free)]
     losses = [buffer for buffer in freed if buffer.shape == ()]
     return KeptByTrainer(
-        batch=(*each * plan.n_micro_batches, *[buffer_of(N_TOKENS, (), FP32)] * counts_tokens(plan)),
+        batch=batch,
         ahead=each if on_host else (),
         last_loss=losses[-1],
         norm=buffer_of("norm of the gradients", (), weight_dtype),
         losses=buffer_of("losses so far", (), FP32),
     )
+
+
+def _of_step(one: Buffer, n_micro_batches: int) -> Buffer:
+    """What GRPOTrainer has of all micro-batches of a step as one tensor; a number is one for all of them."""
+    first, *others = one.shape or (1,)
+    return buffer_of(one.name, (n_micro_batches * first, *others) if one.shape else (), one.dtype)
 
 
 def gathered(weight: Parameter, plan: Plan) -> Collective:
@@ -116,9 +128,43 @@ def metrics_of_pairs(plan: Plan) -> Iterator[Collective]:
         yield Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n_bytes, calls=calls)
 
 
+def metrics_of_completions(plan: Plan) -> Iterator[Collective]:
+    """The numbers of a micro-batch that TRL's GRPOTrainer adds up or gathers over all ranks.
+
+    Neglects: the bytes of their sums.
+    Source: trl.trainer.grpo_trainer (`GRPOTrainer._compute_loss`), 1.16.
+    """
+    if (n := plan.world_size) > 1:
+        calls = 5 if torch_options(plan).ref_model else 4
+        yield Collective(
+            kind="all_reduce", axis="dp", what="metrics", payload_bytes=2 * FP32.itemsize, calls=calls
+        )
+        n_bytes = n * plan.micro_batch * FP32.itemsize
+        yield Collective(kind="all_gather", axis="dp", what="clipped tokens", payload_bytes=n_bytes, calls=2)
+
+
+def metrics_of_generation(plan: Plan) -> Iterator[Collective]:
+    """The numbers of a step's completions that TRL's GRPOTrainer gathers from all ranks.
+
+    Assumes: one reward function.
+    Neglects: the texts of prompts and completions, which are gathered too.
+    Source: trl.trainer.grpo_trainer (`GRPOTrainer._generate`, `GRPOTrainer._generate_and_score_completions`),
+    1.16.
+    """
+    n, each = plan.world_size, plan.micro_batch * plan.n_micro_batches
+    numbers = (
+        ("lengths", 2, INT64, each), ("truncated", 1, BOOL, each), (N_TOKENS, 1, INT64, 1),
+        ("rewards", 1, FP32, each), ("importance sampling", 5, FP32, 1),
+    )  # fmt: skip
+    for what, calls, dtype, n_numbers in numbers if n > 1 else ():
+        n_bytes = n * n_numbers * dtype.itemsize
+        yield Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n_bytes, calls=calls)
+
+
 METRICS: Final[Mapping[str, Callable[[Plan], Iterator[Collective]]]] = {
     "sft": metrics_of_tokens,
     "dpo": metrics_of_pairs,
+    "grpo": metrics_of_completions,
 }
 """The metrics that each of TRL's trainers gathers from all ranks, after a micro-batch."""
 
@@ -128,5 +174,7 @@ def fetched(kept: KeptByTrainer | None, plan: Plan) -> Iterator[Stretch]:
     if kept is not None:
         n = plan.world_size
         counted = Collective(kind="all_gather", axis="dp", what=N_TOKENS, payload_bytes=n * INT64.itemsize)
-        gathers = n > 1 and counts_tokens(plan)
-        yield events("batch", [*allocs(*kept.batch), *[counted] * gathers, *frees(*kept.batch)])
+        gathers = [counted] * (n > 1 and counts_tokens(plan))
+        if torch_options(plan).trainer == "grpo":
+            gathers = list(metrics_of_generation(plan))
+        yield events("batch", [*allocs(*kept.batch), *gathers, *frees(*kept.batch)])

@@ -25,7 +25,7 @@ from memplan.models import Decoder
 from memplan.shapes import FP32
 from validate.cases import Case, option
 from validate.systems import Training
-from validate.systems.huggingface.trl import dpo_trainer, masks_as_on_a_gpu, sft_trainer
+from validate.systems.huggingface.trl import dpo_trainer, grpo_trainer, masks_as_on_a_gpu, sft_trainer
 from validate.systems.torch.adapters import scales_of, with_adapters
 from validate.systems.torch.parallelize import torch_dtype
 from validate.systems.torch.wild import values_as_on_a_gpu, wild_of
@@ -130,12 +130,14 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         samples, callbacks = Samples(ids.tolist(), STEPS * plan.global_batch), [callback]
         trainer, module = option(plan, "trainer", "none"), _module(case, device)
         if trainer in OF_TRL and not case.computes:
-            masks_as_on_a_gpu()
+            n = option(plan, "max_completion_length", None)
+            masks_as_on_a_gpu(None if n is None else (plan.seq_len - 1, n))
         if trainer == "sft":
             return sft_trainer(module, asked, samples, callbacks)
         if trainer == "dpo":
-            stored = torch_dtype(plan.formats.stored)
-            return dpo_trainer(module, asked, samples, callbacks, stored)
+            return dpo_trainer(module, asked, samples, callbacks, plan)
+        if trainer == "grpo":
+            return grpo_trainer(module, asked, samples, callbacks, plan, computes=case.computes)
         return transformers.Trainer(
             model=module,
             args=transformers.TrainingArguments(**asked),

@@ -1,14 +1,19 @@
-"""TRL's SFTTrainer and DPOTrainer over samples that are tokenized already."""
+"""TRL's SFTTrainer, DPOTrainer and GRPOTrainer over samples that are tokenized already."""
 
 from copy import deepcopy
 from functools import cache
 from importlib import import_module
+from math import log
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+
+from memplan import Plan
+from validate.cases import option
+from validate.systems.torch.parallelize import torch_dtype
 
 
 def sft_trainer(
@@ -35,12 +40,12 @@ def sft_trainer(
 
 
 def dpo_trainer(
-    module: Any, arguments: dict[str, Any], samples: Dataset[Any], callbacks: list[Any], stored: torch.dtype
+    module: Any, arguments: dict[str, Any], samples: Dataset[Any], callbacks: list[Any], plan: Plan
 ) -> Any:
     """TRL's trainer of a module on equal pairs, with the plan's `arguments` of transformers' Trainer.
 
     Each prompt is one token. The reference is a copy, as TRL loads it; of a module with adapters it is the
-    module without them, which TRL makes anew, in float32: they become `stored` as the rest.
+    module without them, which TRL makes anew.
     """
     trl: Any = import_module("trl")
     own: Any = import_module("trl.trainer.dpo_trainer")
@@ -58,13 +63,92 @@ def dpo_trainer(
             callbacks=callbacks,
             peft_config=module.peft_config["default"] if adapted else None,
         )
+    return _as_stored(trainer, plan)
+
+
+def grpo_trainer(
+    module: Any,
+    arguments: dict[str, Any],
+    samples: Dataset[Any],
+    callbacks: list[Any],
+    plan: Plan,
+    *,
+    computes: bool,
+) -> Any:
+    """TRL's trainer of a module on equal completions, with the plan's `arguments` of transformers' Trainer.
+
+    No server of vLLM runs: a stub gives the completions, and takes no weights. The texts of prompts and
+    completions, which are gathered for logs alone, stay on their rank. The reference is as for DPO. Where
+    nothing is computed, no number is left out of a least or a largest one as if it were none.
+
+    Every other completion is rewarded. vLLM's stub has all tokens equally likely, and ratios to that are
+    not cut off, so that the loss falls as rewarded completions become likelier.
+    """
+    trl: Any = import_module("trl")
+    own: Any = import_module("trl.trainer.grpo_trainer")
+    ids, n = samples[0]["input_ids"], option(plan, "max_completion_length", 0)
+
+    class Served(own.GRPOTrainer):  # type: ignore[misc]
+        def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
+            return [ids[:-n]] * len(prompts), None, {}
+
+    class Server:
+        """vLLM in server mode, as the trainer sees it."""
+
+        def __init__(self, **_: Any) -> None:
+            self.vllm_client = self
+
+        def get_server_info(self) -> dict[str, Any]:
+            return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+        def sync_weights(self) -> None:
+            """Nothing is sent."""
+
+        def generate(self, prompts: list[list[int]], **_: Any) -> tuple[Any, ...]:
+            both = ids[-n:], ids[: -n - 1 : -1]
+            each = [[-log(module.config.vocab_size)]] * n
+            return prompts, [both[i % 2] for i in range(len(prompts))], [each] * len(prompts), None
+
+    def rewards(completions: list[str], **_: Any) -> list[float]:
+        return [float(i % 2) for i in range(len(completions))]
+
+    adapted = hasattr(module, "peft_config")
+    config = trl.GRPOConfig(
+        **arguments,
+        remove_unused_columns=False,
+        use_vllm=True,
+        vllm_mode="server",
+        max_completion_length=n,
+        num_generations=plan.global_batch,
+        vllm_importance_sampling_clip_max=1e30,
+        beta=0.04 if option(plan, "ref_model", False) else 0.0,
+    )
+    patch.object(own, "gather_object", lambda texts: texts).start()
+    if not computes:
+        patch.multiple(own, nanmin=torch.min, nanmax=torch.max).start()
+    copied = patch.object(own, "create_model_from_path", lambda *_, **__: deepcopy(module).eval())
+    with copied, patch.object(own, "VLLMGeneration", Server):
+        trainer = Served(
+            model=module.unload() if adapted else module,
+            reward_funcs=rewards,
+            args=config,
+            train_dataset=_dataset(len(cast(Any, samples)), {"prompt": ""}),
+            processing_class=_tokenizer(),
+            callbacks=callbacks,
+            peft_config=module.peft_config["default"] if adapted else None,
+        )
+    return _as_stored(trainer, plan)
+
+
+def _as_stored(trainer: Any, plan: Plan) -> Any:
+    """The trainer, whose trained weights have the plan's type: adapters that TRL makes are in float32."""
     for one in trainer.model.parameters():
         if one.requires_grad:
-            one.data = one.data.to(stored)
+            one.data = one.data.to(torch_dtype(plan.formats.stored))
     return trainer
 
 
-def _dataset(n: int, each: dict[str, list[int]]) -> Any:
+def _dataset(n: int, each: dict[str, Any]) -> Any:
     """A dataset of n equal samples."""
     datasets: Any = import_module("datasets")
 
@@ -75,18 +159,21 @@ def _dataset(n: int, each: dict[str, list[int]]) -> Any:
 
 
 @cache
-def masks_as_on_a_gpu() -> torch.library.Library:
+def masks_as_on_a_gpu(completion: tuple[int, int] | None = None) -> torch.library.Library:
     """Let masks on a GPU that is not there be of ones only, as all tokens have a target.
 
+    But for those of as many targets in a sequence as `completion` says first, of which it chooses the second.
     How many places a mask chooses is read from the GPU, which here has no values. The places get their bytes
     all the same, without the memory that CUB takes to find them.
     """
     library = torch.library.Library("aten", "IMPL")
 
     def places(mask: torch.Tensor) -> torch.Tensor:
-        none = torch.empty(0, dtype=torch.int64, device=mask.device)
+        none, n = torch.empty(0, dtype=torch.int64, device=mask.device), mask.numel()
         torch.ops.aten.nonzero.out(mask, out=none)
-        return torch.empty((mask.dim(), mask.numel()), dtype=torch.int64, device=mask.device).t()
+        if completion is not None and mask.dim() == 2 and mask.shape[1] == completion[0]:
+            n = mask.shape[0] * completion[1]
+        return torch.empty((mask.dim(), n), dtype=torch.int64, device=mask.device).t()
 
     library.impl("nonzero", places, "CUDA")
     return library
