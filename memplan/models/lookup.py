@@ -24,7 +24,16 @@ from memplan.models.config import Config, WithoutRule, config_file, model_name, 
 from memplan.models.families import FAMILIES, implementations_of, implemented
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
-from memplan.models.recording import FLOAT8, MIXTURE, TORCHTITAN, TRAINER, ZERO3, ByTrainer, Compiles
+from memplan.models.recording import (
+    FLOAT8,
+    FLOAT8_ALL_GATHER,
+    MIXTURE,
+    TORCHTITAN,
+    TRAINER,
+    ZERO3,
+    ByTrainer,
+    Compiles,
+)
 from memplan.models.trace_from_json import is_trace, model_from_trace
 from memplan.models.traced import TracedModel
 
@@ -110,13 +119,15 @@ def divided(
     compiles: Compiles | None = None,
     float8: str = "none",
     trainer: ByTrainer | None = None,
+    *,
+    gathers_float8: bool = False,
 ) -> Model:
     """The model as one rank of a mesh trains it: itself, if its operations divide themselves.
 
     Else its module is traced as its framework's own plan divides it, for this precision, with the kernels of
     a device; with `adapters` as PEFT trains it, with `compiles` as `torch.compile` runs its blocks, in
-    `float8` by torchao's recipe of that name, called as a `trainer` does where no rules say it. The trace is
-    kept in the user's cache folder.
+    `float8` by torchao's recipe of that name, with weights that FSDP2 `gathers_float8` or not, called as a
+    `trainer` does where no rules say it. The trace is kept in the user's cache folder.
 
     Raises:
         MissingRule: of a trace, for degrees that it was not made for; a model that PEFT does not know.
@@ -137,6 +148,8 @@ def divided(
         values |= {ADAPTERS: adapters._asdict()}
     if float8 != "none":
         values |= {FLOAT8: float8}
+    if gathers_float8:
+        values |= {FLOAT8_ALL_GATHER: True}
     if called is not None:
         values |= {TRAINER: {key: value for key, value in called._asdict().items() if value is not None}}
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed

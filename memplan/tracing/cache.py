@@ -27,7 +27,7 @@ from memplan.errors import MemplanError, installed
 from memplan.files import file_text
 from memplan.mesh import Group, degrees_text
 from memplan.models.config import Config
-from memplan.models.recording import FLOAT8, MIXTURE, TORCHTITAN, Compiles
+from memplan.models.recording import FLOAT8, FLOAT8_ALL_GATHER, MIXTURE, TORCHTITAN, Compiles
 from memplan.models.trace_from_json import LARGEST_TRACE_BYTES, model_of_text
 from memplan.models.traced import TracedModel
 
@@ -92,8 +92,8 @@ def _traced(asked: Request) -> TracedModel:
         if sizes := config.value(TORCHTITAN, None):
             from memplan.tracing.factory import traced_from_sizes
 
-            recipe = config.value(FLOAT8, "none")
-            found = traced_from_sizes(sizes, asked.device, asked.precisions, asked.compiles, recipe)
+            float8 = config.value(FLOAT8, "none"), config.value(FLOAT8_ALL_GATHER, False)
+            found = traced_from_sizes(sizes, asked.device, asked.precisions, asked.compiles, *float8)
             return replace(found, config=asked.text)
         if config.value(MIXTURE, False):
             from memplan.tracing.torchtitan_mixtures import traced_mixture

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from inspect import Parameter, signature
 from traceback import extract_tb
@@ -17,7 +18,7 @@ from memplan.errors import InvalidValue, reason, shown_value, unknown_name
 from memplan.files import shown_path
 from memplan.mesh import Group
 from memplan.models import TracedModel
-from memplan.models.recording import Compiles
+from memplan.models.recording import Compiles, Term
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.tracing.cache import told
 from memplan.tracing.cuda import CUDA
@@ -132,11 +133,21 @@ def traced_from_sizes(
     precisions: Sequence[str],
     compiles: Compiles | None,
     recipe: str = "none",
+    gathers_float8: bool = False,
 ) -> TracedModel:
-    """The model of these sizes as its module runs it, in float8 by a `recipe` of torchao if there is one."""
+    """The model of these sizes as its module runs it, in float8 as `with_float8` says.
+
+    Its rotary angles, of which the traced module has as many rows as its short example needs, have one for
+    each token of a sequence.
+    """
     model = TorchtitanLlama(**sizes)
-    tokens = torch.zeros(2, max(LENGTHS) if compiles is None else compiles.seq_len, dtype=torch.int64)
-    module = with_float8(TorchtitanTransformer(model, tokens.shape[1]), recipe)
-    example = checked_example(module, tokens, token_loss, tokens)
+    seq_len = max(LENGTHS) if compiles is None else compiles.seq_len
+    tokens, targets = torch.zeros(2, 2, seq_len, dtype=torch.int64).unbind()
+    module = TorchtitanTransformer(model, seq_len)
+    example = checked_example(module, tokens, token_loss, targets)
+    with_float8(module, recipe, all_gather=gathers_float8)
     runs_on = torch.device("cpu") if device == "cpu" else CUDA
-    return traced(example, runs_on, "blocks", precisions, None, model.name, compiles=compiles)
+    found = traced(example, runs_on, "blocks", precisions, None, model.name, compiles=compiles)
+    (rotation,) = found.module_buffers
+    rows = (Term(1, seq_power=1),)
+    return replace(found, module_buffers=(rotation._replace(shape=(rows, *rotation.shape[1:])),))
