@@ -95,7 +95,8 @@ class Parameter:
     backward pass makes it. `shape`, `n_elements` and `n_bytes` are local; `partial_grad` is this rank's term
     of a gradient that is still to be summed over ranks. A parameter that does not require a gradient is
     frozen: it has neither gradient nor optimizer state. `held`: the narrow type of floats that a frozen one
-    has where the others are stored in float32; None: no other type.
+    has where the others are stored in float32; None: no other type. `gathered_as`: the type in which FSDP2's
+    extensions gather it; None: the precision's.
     """
 
     def __init__(
@@ -109,9 +110,10 @@ class Parameter:
         mesh: Mapping[str, int] | None = None,
         requires_grad: bool = True,
         held: DType | None = None,
+        gathered_as: DType | None = None,
     ) -> None:
         self.name = name
-        self.held = held
+        self.held, self.gathered_as = held, gathered_as
         self.dtype = dtype
         self.requires_grad = requires_grad
         self.whole_shape, self.mesh = whole_shape, mesh or {}

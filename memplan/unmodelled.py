@@ -124,15 +124,6 @@ ROWS: Final = (
         keywords="offload_optimizer optimizer_offload optimizer_cpu_offload",
     ),
     NotModelled(
-        "FSDP2's all-gather in float8",
-        "would gather the weights of linears in half the bytes, with a scale for each",
-        "use float8='tensorwise' without it, which gathers in bfloat16",
-        keywords=(
-            "float8_all_gather enable_fsdp_float8_all_gather fsdp_float8_all_gather "
-            "precompute_float8_dynamic_scale_for_fsdp"
-        ),
-    ),
-    NotModelled(
         "products in 8 or 4 bits as a precision",
         "would make small copies of weights and inputs for each product, and take less time",
         "use float8='tensorwise' beside bf16-mixed for torchao's products in float8 (engine torch), "

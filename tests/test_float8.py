@@ -49,6 +49,31 @@ def test_a_product_in_float8_takes_less_time_than_one_in_bfloat16():
     assert 0.4 < seconds[0] / seconds[1] < 0.8
 
 
+SHARDED: dict[str, Any] = {**ALONE, "dp": 4, "zero": 3}
+
+
+def sent(e, kind):
+    return [(one.calls, one.payload_bytes) for one in e.collectives if one.kind == kind]
+
+
+def test_an_all_gather_in_float8_sends_a_byte_for_each_weight_of_a_linear_and_scales():
+    """Each block is gathered twice, the rest once in two bytes; seven weights and two norms in each block."""
+    model = tiny("torchtitan")
+    e, plain = (memplan.estimate(model, **SHARDED, float8_all_gather=how) for how in ("dynamic", "none"))
+    linears = 64 * 64 * 2 + 64 * 32 * 2 + 64 * 96 * 3
+    others, ends = 2 * 64 * 2, (2 * 128 * 64 + 64) * 2
+    assert sent(e, "all_gather") == [(5, 2 * 2 * (linears + others) + ends)]
+    assert sent(plain, "all_gather") == [(5, 2 * 2 * (2 * linears + others) + ends)]
+    assert sent(e, "all_reduce") == [(2 * 2 * 7, 2 * 2 * 7 * 2)]
+    assert sent(e, "reduce_scatter") == sent(plain, "reduce_scatter")
+    assert e.worst.states == plain.worst.states
+
+
+def test_precomputed_scales_are_reduced_once():
+    e = memplan.estimate(tiny("torchtitan"), **SHARDED, float8_all_gather="precomputed")
+    assert sent(e, "all_reduce") == [(1, 2 * 7 * 2)]
+
+
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tp": 2}, MissingRule, "float8='tensorwise' with tp=2 has no rule yet; use tp=1, or float8='none'"),
     ({"dp": 2}, MissingRule, "float8='tensorwise' with zero=0, dp=2 has no rule yet; use zero=2 or 3"),
@@ -62,6 +87,22 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         "before compute capability 9.0",
     ),
     ({"device": "cpu"}, PlanRefused, "such a GPU, or float8='none'"),
+    (
+        {"float8_all_gather": "dynamic", "dp": 8, "zero": 3, "float8": "rowwise", "compile": "block"},
+        PlanRefused,
+        "torchao gathers weights in float8 with one scale for each; use float8='tensorwise'",
+    ),
+    ({"float8_all_gather": "dynamic"}, MissingRule, "with zero=0, dp=1 has no rule yet; use zero=2 or 3"),
+    (
+        {"float8_all_gather": "precomputed", "dp": 8, "zero": 3, "offload": True},
+        MissingRule,
+        "float8_all_gather='precomputed' with offload=True has no rule yet",
+    ),
+    (
+        {"float8_all_gather": "dynamic", "dp": 3, "zero": 3},
+        PlanRefused,
+        "2048 rows of .* do not divide by 3 ranks",
+    ),
     ({"implementation": "reference"}, MissingRule, "no module of .*; use implementation='huggingface', or"),
 ]
 

@@ -25,6 +25,7 @@ from validate.published.memory import (
     comparable_estimate,
     compared,
     compiles,
+    float8_of,
     read_rows,
     table,
 )
@@ -122,7 +123,7 @@ def test_errors_are_small_and_large_ones_have_a_name(everything):
     errors = {row["row_id"]: abs(row["error"]) for row in everything if row["error"] is not None}
     differ = {row["row_id"]: row["differences"] for row in everything}
     as_predicted = [error for row_id, error in errors.items() if not differ[row_id]]
-    assert len(as_predicted) == 13
+    assert len(as_predicted) == 15
     assert median(as_predicted) < 0.01
     assert max(as_predicted) < 0.05
     assert all(
@@ -222,11 +223,12 @@ def test_the_command_line_prints_the_number_of_a_published_row():
 def test_step_times_of_published_runs_are_near():
     """Those of whole plans: torchtitan's within a tenth; torchao's eager runs were slower by a quarter.
 
-    torchtune's compiled run was faster by a seventh.
+    torchtune's compiled run was faster by a seventh, torchao's two in float8 slower by a sixth and a quarter.
     """
     known = [c for c in map(compared, BY_ID.values()) if c.time_error is not None and not c.differences]
-    errors = {c.row["row_id"]: abs(c.time_error) for c in known}
-    assert len(errors) == 21
+    assert [round(c.time_error, 2) for c in known if float8_of(c.row)] == [-0.16, -0.25]
+    errors = {c.row["row_id"]: abs(c.time_error) for c in known if not float8_of(c.row)}
+    assert len(errors) == 19
     assert median(errors.values()) < 0.04
     assert all(error < 0.1 for row_id, error in errors.items() if row_id.startswith("torchtitan"))
     assert "step times" in table(known)

@@ -29,6 +29,7 @@ class EngineOptions(TypedDict, total=False):
     fsdp_units: Literal["block", "block+ends", "model"]
     compile: Literal["none", "block"]
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
+    float8_all_gather: Literal["none", "dynamic", "precomputed"]
     liger_kernel: Literal["none", "fused_linear_cross_entropy"]
     activation_offloading: Literal["none", "save_on_cpu", "OffloadActivations"]
     fsdp_blocks: int

@@ -26,6 +26,7 @@ from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
 from memplan.models.recording import (
     FLOAT8,
+    FLOAT8_ALL_GATHER,
     MIXTURE,
     SEQUENCE_PARALLEL,
     TORCHTITAN,
@@ -120,14 +121,16 @@ def divided(
     float8: str = "none",
     trainer: ByTrainer | None = None,
     *,
+    gathers_float8: bool = False,
     sequence_parallel: bool = False,
 ) -> Model:
     """The model as one rank of a mesh trains it: itself, if its operations divide themselves.
 
     Else its module is traced as its framework's own plan divides it, for this precision, with the kernels of
     a device; with `adapters` as PEFT trains it, with `compiles` as `torch.compile` runs its blocks, in
-    `float8` by torchao's recipe of that name, called as a `trainer` does where no rules say it. Compiled
-    blocks also divide sequences if `sequence_parallel`. The trace is kept in the user's cache folder.
+    `float8` by torchao's recipe of that name, with weights that FSDP2 `gathers_float8` or not, called as a
+    `trainer` does where no rules say it. Compiled blocks also divide sequences if `sequence_parallel`. The
+    trace is kept in the user's cache folder.
 
     Raises:
         MissingRule: of a trace, for degrees that it was not made for; a model that PEFT does not know.
@@ -148,6 +151,8 @@ def divided(
         values |= {ADAPTERS: adapters._asdict()}
     if float8 != "none":
         values |= {FLOAT8: float8}
+    if gathers_float8:
+        values |= {FLOAT8_ALL_GATHER: True}
     if sequence_parallel and of_module:
         values |= {SEQUENCE_PARALLEL: True}
     if called is not None:

@@ -62,6 +62,9 @@ SEQUENCE_PARALLEL: Final = "sequence_parallel"
 FLOAT8: Final = "float8"
 """The key that names torchao's recipe, beside the keys of a config.json or torchtitan's sizes."""
 
+FLOAT8_ALL_GATHER: Final = "float8_all_gather"
+"""The key beside it that says whether FSDP2 gathers the weights of linears in float8."""
+
 TRAINER: Final = "trainer"
 """The key beside a config.json's own under which is how transformers' Trainer calls the module."""
 
@@ -324,7 +327,8 @@ class TracedTensor(NamedTuple):
     A parameter that does not require a gradient is frozen. `dtype` is what the module holds: a precision
     decides the type of trained floats, and of frozen ones of float32; narrower frozen floats are cast where
     it has no float32, and integers never. Of a DTensor `shape` is the whole, `placements` are by mesh axis,
-    and `grad_placements` are its gradient's where they differ.
+    and `grad_placements` are its gradient's where they differ. `gathered_as`: the type in which FSDP2's
+    extensions gather it; empty where the precision decides.
     """
 
     name: str
@@ -333,6 +337,7 @@ class TracedTensor(NamedTuple):
     requires_grad: bool = True
     placements: Placed = ()
     grad_placements: Placed = ()
+    gathered_as: str = ""
 
     @property
     def is_floating_point(self) -> bool:

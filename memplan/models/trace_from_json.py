@@ -279,8 +279,9 @@ def _tensors(
 
 
 def _tensor(value: Any, what: str, frozen: set[str], mesh: Mapping[Group, int]) -> TracedTensor:
-    is_dtensor = isinstance(value, list) and len(value) == 5
-    row = value if is_dtensor else [*_items(value, what, str, list, str), [], []]
+    row = value if isinstance(value, list) else [value]
+    row, gathered = (row[:3], row[3:]) if len(row) == 4 else (row, [])
+    row = row if len(row) == 5 else [*_items(row, what, str, list, str), [], []]
     name, shape, dtype, placed, of_grad = _items(row, what, str, list, str, list, list)
     return TracedTensor(
         name,
@@ -289,6 +290,7 @@ def _tensor(value: Any, what: str, frozen: set[str], mesh: Mapping[Group, int]) 
         name not in frozen,
         _placed(placed, mesh),
         _placed(of_grad, mesh),
+        *[_dtype(one).name for one in gathered],
     )
 
 

@@ -99,10 +99,11 @@ def _plain_tensors(tensors: Iterable[TracedTensor]) -> list[Any]:
 
 
 def _plain_placed(one: TracedTensor) -> list[Any]:
-    """The placements of a DTensor and of its gradient; nothing of a plain tensor."""
+    """The placements of a DTensor and of its gradient, or the type that another tensor is gathered in."""
     if not one.placements:
-        return []
-    return [[[axis, _plain_placement(own)] for axis, own in placed] for placed in one[-2:]]
+        return [one.gathered_as] if one.gathered_as else []
+    both = one.placements, one.grad_placements
+    return [[[axis, _plain_placement(own)] for axis, own in placed] for placed in both]
 
 
 def _plain_placement(placement: Placement) -> int | str:

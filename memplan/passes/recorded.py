@@ -476,6 +476,7 @@ def _parameter(one: TracedTensor, model: TracedModel, dtype: DType) -> Parameter
         mesh=model.mesh,
         requires_grad=one.requires_grad,
         held=held,
+        gathered_as=DTYPES[one.gathered_as] if one.gathered_as else None,
     )
 
 

@@ -47,6 +47,7 @@ class PlanOptions(TypedDict, total=False):
     fsdp_units: str | Iterable[str]
     compile: str | Iterable[str]
     float8: str | Iterable[str]
+    float8_all_gather: str | Iterable[str]
     liger_kernel: str | Iterable[str]
     activation_offloading: str | Iterable[str]
     fsdp_blocks: int | Iterable[int]

@@ -27,7 +27,14 @@ from memplan.errors import MemplanError, installed
 from memplan.files import file_text
 from memplan.mesh import Group, degrees_text
 from memplan.models.config import Config
-from memplan.models.recording import FLOAT8, MIXTURE, SEQUENCE_PARALLEL, TORCHTITAN, Compiles
+from memplan.models.recording import (
+    FLOAT8,
+    FLOAT8_ALL_GATHER,
+    MIXTURE,
+    SEQUENCE_PARALLEL,
+    TORCHTITAN,
+    Compiles,
+)
 from memplan.models.trace_from_json import LARGEST_TRACE_BYTES, model_of_text
 from memplan.models.traced import TracedModel
 
@@ -92,14 +99,14 @@ def _traced(asked: Request) -> TracedModel:
         if sizes := config.value(TORCHTITAN, None):
             from memplan.tracing.factory import traced_from_sizes
 
-            recipe = config.value(FLOAT8, "none")
             found = traced_from_sizes(
                 sizes,
                 asked.device,
                 asked.precisions,
                 asked.compiles,
-                recipe,
+                config.value(FLOAT8, "none"),
                 mesh,
+                gathers_float8=config.value(FLOAT8_ALL_GATHER, False),
                 sequence_parallel=config.value(SEQUENCE_PARALLEL, False),
             )
             return replace(found, config=asked.text)

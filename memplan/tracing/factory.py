@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from inspect import Parameter, signature
 from traceback import extract_tb
@@ -19,7 +20,7 @@ from memplan.errors import InvalidValue, reason, shown_value, unknown_name
 from memplan.files import shown_path
 from memplan.mesh import Group
 from memplan.models import TracedModel
-from memplan.models.recording import Compiles
+from memplan.models.recording import Compiles, Term
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.tracing.cache import told
 from memplan.tracing.cuda import CUDA
@@ -136,23 +137,28 @@ def traced_from_sizes(
     recipe: str = "none",
     mesh: Mapping[Group, int] | None = None,
     *,
+    gathers_float8: bool = False,
     sequence_parallel: bool = False,
 ) -> TracedModel:
-    """The model of these sizes as its module runs it, in float8 by a `recipe` of torchao if there is one.
+    """The model of these sizes as its module runs it, in float8 as `with_float8` says.
 
     Divided over a `mesh`, also between its regions if `sequence_parallel`, with the loss of parts of logits.
+    Its rotary angles, of which the traced module has as many rows as its short example needs, have one for
+    each token of a sequence.
     """
     model = TorchtitanLlama(**sizes)
-    tokens = torch.zeros(2, max(LENGTHS) if compiles is None else compiles.seq_len, dtype=torch.int64)
-    module = with_float8(TorchtitanTransformer(model, tokens.shape[1]), recipe)
-    example = checked_example(module, tokens, token_loss, tokens)
+    seq_len = max(LENGTHS) if compiles is None else compiles.seq_len
+    tokens, targets = torch.zeros(2, 2, seq_len, dtype=torch.int64).unbind()
+    module = TorchtitanTransformer(model, seq_len)
+    example = checked_example(module, tokens, token_loss, targets)
+    with_float8(module, recipe, all_gather=gathers_float8)
     runs_on = torch.device("cpu") if device == "cpu" else CUDA
 
     def divides(one: nn.Module, ranks: Any) -> None:
         parallelize(cast(TorchtitanTransformer, one), ranks["tp"], sequence_parallel=sequence_parallel)
 
     with loss_parallel() if mesh else nullcontext():
-        return traced(
+        found = traced(
             example,
             runs_on,
             "blocks",
@@ -163,3 +169,6 @@ def traced_from_sizes(
             parallelize=divides,
             compiles=compiles,
         )
+    (rotation,) = found.module_buffers
+    rows = (Term(1, seq_power=1),)
+    return replace(found, module_buffers=(rotation._replace(shape=(rows, *rotation.shape[1:])),))

@@ -1,5 +1,6 @@
 """Modules whose linears multiply in float8: torchao's own `Float8Linear`, as torchtitan converts them."""
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Final, cast
 
@@ -13,10 +14,11 @@ HEAD: Final = "head.output"
 """The head of torchtitan's module here, whose name there is `output` (`filter_fqns`)."""
 
 
-def with_float8(module: nn.Module, recipe: str) -> nn.Module:
+def with_float8(module: nn.Module, recipe: str, *, all_gather: bool = False) -> nn.Module:
     """The module with its linears but the head's converted by a recipe of torchao; as it is for "none".
 
-    Linears with a dim that is no multiple of 16 stay as they are.
+    Linears with a dim that is no multiple of 16 stay as they are. `all_gather`: the weights of those that are
+    converted have FSDP2's hooks around an all-gather in float8.
 
     Source: `torchao.float8:convert_to_float8_training`; torchtitan/components/quantization/float8.py
     (`Float8LinearConverter`, `module_filter_utils`).
@@ -36,5 +38,6 @@ def with_float8(module: nn.Module, recipe: str) -> nn.Module:
     with installed("float8", "float8"), without_remarks():
         torchao: Any = import_module("torchao.float8")
         config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+        config = replace(config, enable_fsdp_float8_all_gather=all_gather)
         found = torchao.convert_to_float8_training(module, config=config, module_filter_fn=converts)
     return cast(nn.Module, found)

@@ -30,7 +30,7 @@ from memplan.errors import (
 from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
-from memplan.models.recording import FLOAT8, TRAINER, ZERO3, ByTrainer, Compiles, Scoring
+from memplan.models.recording import FLOAT8, FLOAT8_ALL_GATHER, TRAINER, ZERO3, ByTrainer, Compiles, Scoring
 from memplan.models.traced import TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.cache import without_remarks
@@ -98,7 +98,7 @@ def traced_from_config(
     own = {
         k: v
         for k, v in config.values.items()
-        if k not in (*NOT_READ, ADAPTERS, ZERO3, FLOAT8, TRAINER) and not k.startswith("_")
+        if k not in (*NOT_READ, ADAPTERS, ZERO3, FLOAT8, FLOAT8_ALL_GATHER, TRAINER) and not k.startswith("_")
     }
     offline = patch.object(import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
     with installed(f"transformers' {class_name}", "huggingface"), without_remarks():
@@ -110,10 +110,11 @@ def traced_from_config(
             module = its_class._from_config(settings)
         if adapters := config.value(ADAPTERS, None):
             module = with_adapters(module, Adapters(**adapters), _of_products(precisions))
-        module = with_float8(module, config.value(FLOAT8, "none"))
         inputs = _inputs_of(task, settings, (mesh or {}).get("cp", 1))
         known = _longest(settings) if "input_ids" in inputs else None
         example = _example(module, inputs, config.value(TRAINER, None))
+        gathers_float8 = config.value(FLOAT8_ALL_GATHER, False)
+        with_float8(module, config.value(FLOAT8, "none"), all_gather=gathers_float8)
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         asked = [precision for precision in precisions if precision in RUNS] or USUAL
         return traced(

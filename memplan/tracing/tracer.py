@@ -104,6 +104,9 @@ ADD_IN_PLACE: Final = ("linear", "scaled_dot_product_attention")
 FLAG: Final = "gradient_checkpointing"
 """Of transformers' modules whether blocks are recomputed: of a layer by its class, of others by their own."""
 
+HOOK: Final = "fsdp_post_all_gather"
+"""The attribute of a parameter that FSDP2 gathers in another way than others, here torchao's in float8."""
+
 ONE_THREAD: Final = partial(setting, torch.get_num_threads, torch.set_num_threads, 1)
 """A block in which a mask is not divided among threads, which takes longer than to compute it."""
 
@@ -274,7 +277,7 @@ def _traced(
             f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
         )
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
-    if compiles or experts_within:  # under autocast neither is traced yet
+    if compiles or experts_within or _has_hooks(example.module):  # under autocast neither is traced yet
         runs = dict.fromkeys([run for run in runs if not run[1]])
     if "cp" in mesh:  # float32 last, as fewer attention kernels take it
         runs = dict.fromkeys(sorted(runs, key=lambda run: (run[0] == "float32", not run[1])))
@@ -450,6 +453,7 @@ class _Tracer:
         self.names = _common_names(example.module, self.units.values())
         before, after = self.outside()
         self.ends = {"embed": before, "head": after} if stacks else {}
+        _check_hooks([*before.items(), *after.items()])
         self.neglected: dict[str, None] = {}
         """Operations whose workspaces are not recorded, in any run."""
         self.lacks: dict[str, None] = {}
@@ -771,6 +775,22 @@ class _Tracer:
         self.unused = unused
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a parameter has hooks around FSDP2's all-gather."""
+    return any(hasattr(one, HOOK) for one in module.parameters())
+
+
+def _check_hooks(outside: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise if a parameter outside the blocks has hooks around FSDP2's all-gather."""
+    for name, one in outside:
+        if hasattr(one, HOOK):
+            raise MissingRule(
+                f"FSDP2's all-gather of {name} in float8 has no rule, as it is in no block; use "
+                "float8_all_gather='none'.",
+                kind="FSDP2's all-gather in float8 outside the blocks",
+            )
+
+
 def _are_finer(found: Mapping[str, int], known: Mapping[str, int]) -> bool:
     """Whether blocks are of more kinds than it is known of them."""
     return len({*found.values()}) > len({*known.values()})
@@ -1015,20 +1035,29 @@ def _given(tensor: Tensor, recorder: Recorder) -> Tensor:
 def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
     """A parameter, of type `weights` if it is one of floats, or a buffer, on tensors without data.
 
-    Where `weights` are float32, frozen ones keep a narrower type (`TracedTensor.keeps_dtype`).
+    Where `weights` are float32, frozen ones keep a narrower type (`TracedTensor.keeps_dtype`). A parameter
+    with hooks around FSDP2's all-gather is what these make of its output.
+
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_unsharded_param`.
     """
     is_parameter, own = isinstance(tensor, nn.Parameter), local(tensor)
     keeps = weights == torch.float32 and not tensor.requires_grad
     dtype = weights if is_parameter and tensor.is_floating_point() and not keeps else tensor.dtype
+    extends, gathered = hasattr(tensor, HOOK), dtype
+    if extends:
+        gathered = cast(Any, tensor)._dtype
     if not is_parameter:
         made = _without_values(own.detach(), recorder)
     elif recorder.executes:
-        made = torch.empty_like(own, dtype=dtype, device=recorder.device, requires_grad=False)
+        made = torch.empty_like(own, dtype=gathered, device=recorder.device, requires_grad=False)
     else:  # nothing is asked of the values of weights
-        made = _without_values(torch.empty_like(own, device="meta"), recorder, dtype)
+        made = _without_values(torch.empty_like(own, device="meta"), recorder, gathered)
     recorder.register(made, WEIGHT if is_parameter else GIVEN)
     with nullcontext() if recorder.executes else recorder:  # a parameter is a view of its tensor
-        if own is not tensor:
+        if extends:
+            scale = _given(torch.ones(()), recorder)
+            made, _ = cast(Any, tensor).fsdp_post_all_gather((made,), (scale,), dtype)
+        elif own is not tensor:
             made = wrapped(made, tensor)
         return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
 
@@ -1334,7 +1363,9 @@ def _of_module(name: str, tensor: Tensor, requires_grad: bool = True) -> TracedT
     """A buffer, or a parameter; one that is unused is cast as a trained one."""
     dtype = "float32" if tensor.requires_grad and not requires_grad else dtype_name(tensor.dtype)
     shape = tuple([(Term(n),) for n in tensor.shape])
-    return TracedTensor(name, shape, dtype, requires_grad, placed(tensor))
+    gathered = getattr(tensor, "_dtype", None) if hasattr(tensor, HOOK) else None
+    gathered_as = "" if gathered is None else dtype_name(gathered)
+    return TracedTensor(name, shape, dtype, requires_grad, placed(tensor), gathered_as=gathered_as)
 
 
 def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:

@@ -100,7 +100,7 @@ LATER_RUNS: Final = ("MI300X", "B200 (power limited)")
 DIFFERENCES: Final[tuple[tuple[str, Callable[[Row], bool]], ...]] = (
     ("compiled", lambda r: r["compile"] == "true" and not compiles(r)),
     ("loss", lambda r: compiles(r) and r["gpu"] in LATER_RUNS),
-    ("float8", lambda r: "fp8" in r["precision"]),
+    ("float8", lambda r: "fp8" in r["precision"] and not float8_of(r)),
     ("async", lambda r: "async tp" in r["notes"].lower().replace("asynctp", "async tp")),
     ("litgpt", lambda r: by_litgpt(r)),
     ("zero_grad", lambda r: by_lightning(r) and r["zero_stage"] == "fsdp grad_op"),
@@ -336,6 +336,7 @@ def _plan(row: Row) -> dict[str, Any]:
         "clip_grad_norm": 1.0 if by_torchtitan(row) else None,
         "loss_chunks": 8 if _chunks_loss(row) else 1,
         "compile": "block" if compiles(row) else "none",
+        **float8_of(row),
         "optimizer_in_backward": "in backward" in row["optimizer"],
         "alloc_conf": "expandable_segments:True" if by_torchtitan(row) else "",
         **_recompute(row),
@@ -395,6 +396,23 @@ def compiles(row: Row) -> bool:
     torchtitan and torchtune compile each block, and losses from 2025 on, which is left out.
     """
     return row["compile"] == "true" and row["pp"] == "1" and not _chunks_loss(row)
+
+
+FLOAT8: Final[Mapping[str, Mapping[str, str]]] = {
+    "fp8 tensorwise": {"float8": "tensorwise", "float8_all_gather": "precomputed"},
+    "fp8 rowwise": {"float8": "rowwise"},
+    "fp8 rowwise_with_gw_hp": {"float8": "rowwise_with_gw_hp"},
+}
+"""torchao's recipes by its own tables, with the all-gather that these state.
+
+Source: pytorch/ao docs/source/workflows/training.md, benchmarks/float8/training/torchtitan_benchmark.sh.
+"""
+
+
+def float8_of(row: Row) -> Mapping[str, str]:
+    """The options of products in float8; none where a row does not state them, or they have no rule."""
+    stated = row["row_id"].startswith("torchao") and compiles(row)
+    return FLOAT8.get(row["precision"], {}) if stated else {}
 
 
 def by_torchtitan(row: Row) -> bool:

@@ -22,6 +22,22 @@ SHARDED: Final[tuple[dict[str, Any], ...]] = (
 )
 """One rank of 8 or 64 under FSDP2."""
 
+DYNAMIC: Final = {**TENSORWISE, "float8_all_gather": "dynamic"}
+PRECOMPUTED: Final = {**TENSORWISE, "float8_all_gather": "precomputed"}
+
+GATHERED: Final[tuple[dict[str, Any], ...]] = (
+    {"dp": 8, "zero": 3, "seq_len": 4096, **DYNAMIC},
+    {"dp": 8, "zero": 3, "seq_len": 4096, **PRECOMPUTED},
+    {"dp": 8, "zero": 3, "recompute": "full", **DYNAMIC},
+    {"dp": 64, "zero": 3, "recompute": "full", "clip_grad_norm": 1.0, **PRECOMPUTED},
+    {"dp": 8, "zero": 3, "recompute": "selective", "clip_grad_norm": 1.0, **COMPILED, **PRECOMPUTED},
+    {"dp": 64, "zero": 3, "seq_len": 4096, **COMPILED, **DYNAMIC},
+    {"dp": 8, "zero": 3, "recompute": "full", "micro_batch": 2, **COMPILED, **PRECOMPUTED},
+    {"dp": 8, "zero": 2, "precision": "bf16", "seq_len": 2048, "global_batch": 16, **DYNAMIC},
+    {"dp": 4, "dp_replicate": 2, "zero": 3, "fsdp_units": "block+ends", "seq_len": 2048, **PRECOMPUTED},
+)
+"""One rank of 8 or 64, whose linears' weights are gathered in float8."""
+
 ALONE: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16", "seq_len": 4096, **TENSORWISE},
     {"seq_len": 2048, "recompute": "full", **TENSORWISE},
@@ -35,6 +51,8 @@ MODELS: Final = (
     ("llama-3.2-3b", "torchtitan", ALONE),
     ("llama-3-8b", "huggingface", [SHARDED[0], SHARDED[2]]),
     ("qwen3-4b", "huggingface", [ALONE[0], ALONE[3]]),
+    ("llama-3-8b", "torchtitan", GATHERED),
+    ("qwen3-8b", "huggingface", [GATHERED[1], GATHERED[2], GATHERED[4]]),
 )
 """Models, whose code, and plans."""
 

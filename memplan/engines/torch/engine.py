@@ -141,7 +141,7 @@ def _said_of_options(plan: Plan) -> Iterator[str]:
         yield (
             "The step time of compiled blocks takes each fused kernel to move three bytes for each one that "
             "it allocates, and its band is that of eager code: six published runs of compiled blocks had "
-            "0.94 to 1.16 times the rate."
+            "0.75 to 1.16 times the rate."
         )
     if compiled_blocks(plan) and plan.tp > 1:
         yield (

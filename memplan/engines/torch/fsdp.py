@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple, Self, final
 
+from memplan.engines.torch.float8 import precomputed_scales
 from memplan.engines.torch.param_group import CommContext, ParamGroup, Units
 from memplan.engines.torch.stage import Stage
 from memplan.engines.torch.units import (
@@ -150,8 +151,13 @@ class FSDPModule(StageModule[FsdpState]):
     @property
     def between_steps(self) -> Alive:
         """What was gathered last in a step's backward pass and is held until the next forward pass."""
-        held = self.initial.gathered
-        return Counter() if held is None else Counter([held.flat])
+        held, found = self.initial.gathered, Counter[Buffer]()
+        for group, times in self.units:
+            for scales, n in group.scales:
+                found.update(dict.fromkeys(scales, times * n))
+        if self.stage.options.float8_all_gather == "precomputed":
+            found[precomputed_scales(self.stage.counted_parts)] += 1
+        return found if held is None else found + Counter([held.flat])
 
     def require_gradient_sync(self) -> None:
         """What `FSDPModule.set_requires_gradient_sync` tells the last micro-batch of a loop."""
@@ -177,6 +183,7 @@ class FSDPModule(StageModule[FsdpState]):
                 yield from () if one in self.comms.prefetched else one.unshard()
                 self.comms.prefetched.discard(one)
                 yield from self._waited(one)
+                yield from one.frees_scales()
         for one in self.units.groups(following) if self.units.prefetches else ():
             if not self._is_whole(one):
                 self.comms.prefetched.add(one)
@@ -289,6 +296,10 @@ class FSDPModule(StageModule[FsdpState]):
             yield from self._of_group(one)
 
     def _of_group(self, group: ParamGroup) -> Iterator[CountedEvents]:
+        yield from self._reduced(group)
+        yield from group.frees_scales() if group.reshards else ()
+
+    def _reduced(self, group: ParamGroup) -> Iterator[CountedEvents]:
         casts = self.sums_in_reduce_dtype and not self.stage.autograd_casts_grads
         added = (
             list(self._accumulated(group)) if casts and (self.state.has_sums or not self.state.syncs) else []

@@ -14,6 +14,7 @@ BACKWARD_PREFETCHES: Final = ("pre", "post", "none")
 OPTIMIZER_IMPLS: Final = ("default", "for-loop", "foreach", "fused")
 COMPILES: Final = ("none", "block")
 FLOAT8: Final = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+FLOAT8_ALL_GATHERS: Final = ("none", "dynamic", "precomputed")
 ACTIVATION_OFFLOADING: Final = ("none", "save_on_cpu", "OffloadActivations")
 LIGER_KERNELS: Final = ("none", "fused_linear_cross_entropy")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
@@ -84,6 +85,15 @@ class TorchOptions:
             "quantize.linear.float8",
             choices=FLOAT8,
             word="float8",
+        ),
+    )
+    float8_all_gather: str = described(
+        "none",
+        Choice(
+            "FSDP2 gathers the weights of linears in float8 (torchao's enable_fsdp_float8_all_gather), with "
+            "scales made in each all-gather, or all at once (precompute_float8_dynamic_scale_for_fsdp)",
+            choices=FLOAT8_ALL_GATHERS,
+            word="float8-gather",
         ),
     )
     liger_kernel: str = described(

@@ -3,11 +3,13 @@
 Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import groupby
 
+from memplan.engines.torch.float8 import Float8Cast
 from memplan.engines.torch.options import gathers_head
 from memplan.engines.torch.sharding import n_shards, padded_shard_elements, shard_elements
 from memplan.engines.torch.stage import Stage, stored_dtype
@@ -23,7 +25,7 @@ from memplan.engines.torch.update_in_backward import updated_at_once
 from memplan.parts.ddp import ALL_REDUCE, partial_sum
 from memplan.parts.stage import trained
 from memplan.record import COMPUTE, Alloc, Collective, Event, Free, WaitStream, allocs, frees
-from memplan.shapes import BF16, FP32, Buffer, DType, Parameter, buffer_of
+from memplan.shapes import BF16, FP32, UINT8, Buffer, DType, Parameter, buffer_of
 
 
 class ParamGroup:
@@ -52,17 +54,18 @@ class ParamGroup:
         self.trained = [part for part in trained_parts if part.parameters]
         self.replicates = 1 * (stage.plan.dp_replicate > 1)
         self.dtype = formats.reduce
-        shards, reduced = (
-            sum([part.n * sum(map(self.shard, part.parameters)) for part in found])
-            for found in (self.parts, self.trained)
-        )
-        self.flat = buffer_of(f"{name} (all-gather output)", (n * shards,), formats.gather)
-        self.scratch = buffer_of(f"{name} (gloo scratch)", (n * shards,), formats.gather)
-        self.inputs, self.uploads = self._inputs(name, shards)
-        self.unsharded = [
-            ([buffer_of(f"{p.name} (unsharded)", (n * self.shard(p),), formats.gather) for p in part], times)
-            for part, times in self.parts
-        ]
+        shards = Counter[DType]()
+        for p, times in self._counted(self.parts):
+            shards[self.gather_dtype(p)] += times * self.shard(p)
+        reduced = sum([times * self.shard(p) for p, times in self._counted(self.trained)])
+        n_bytes = n * sum([dtype.itemsize * size for dtype, size in shards.items()])
+        dtype = next(iter(shards)) if len(shards) == 1 else UINT8
+        self.flat = buffer_of(f"{name} (all-gather output)", (n_bytes // dtype.itemsize,), dtype)
+        self.scratch = buffer_of(f"{name} (gloo scratch)", self.flat.shape, dtype)
+        narrow = [p for p, _ in self._counted(self.parts) if p.gathered_as]
+        self.casts_to_float8 = {p: Float8Cast(stage, p, self.shard(p), self.gather_dtype(p)) for p in narrow}
+        self.inputs, self.uploads = self._inputs(name, shards[formats.gather])
+        self.unsharded = [([self._unsharded(p) for p in part], times) for part, times in self.parts]
         self.reduce_input = buffer_of(f"{name} (reduce-scatter input)", (n * reduced,), self.dtype)
         self.reduce_scratch = buffer_of(f"{name} (gloo scratch)", (n * reduced,), self.dtype)
         self.reduced = buffer_of(f"{name}.grad (sharded)", (reduced,), formats.accumulate, "grads")
@@ -87,10 +90,21 @@ class ParamGroup:
         """Elements of a rank's padded shard of a parameter."""
         return padded_shard_elements(parameter, self.n_shards)
 
+    def gather_dtype(self, parameter: Parameter) -> DType:
+        """The type in which a parameter is gathered: that of its hooks, else the precision's."""
+        return parameter.gathered_as or self.stage.plan.formats.gather
+
+    def _unsharded(self, p: Parameter) -> Buffer:
+        return buffer_of(f"{p.name} (unsharded)", (self.n_shards * self.shard(p),), self.gather_dtype(p))
+
+    @staticmethod
+    def _counted(parts: Iterable[EqualParameters]) -> Iterator[tuple[Parameter, int]]:
+        return ((p, part.n) for part in parts for p in part.parameters)
+
     def _inputs(self, name: str, shards: int) -> tuple[list[tuple[list[Buffer], int]], dict[Buffer, Buffer]]:
         """Inputs of an all-gather that are copies of shards, each with the uploaded copy it is cast from.
 
-        `shards`: the elements of all of them.
+        `shards`: the elements of all of them. Weights that are cast to float8 come first.
         """
         compute = self.stage.plan.formats.gather
 
@@ -98,10 +112,13 @@ class ParamGroup:
             return stored_dtype(p, self.stage.weight_dtype)
 
         if not self.stage.offloads:
-            as_stored = [self.shard(p) * n for own, n in self.parts for p in own if stored(p) == compute]
-            n_cast = shards - sum(as_stored)
+            others = [(p, n) for p, n in self._counted(self.parts) if not p.gathered_as]
+            n_cast = shards - sum([self.shard(p) * n for p, n in others if stored(p) == compute])
             cast = buffer_of(f"{name} (own shards as {compute.name})", (n_cast,), compute)
-            return ([([cast], 1)] if n_cast else []), {}
+            narrow = [
+                ([self.casts_to_float8[p].data for p in own if p.gathered_as], n) for own, n in self.parts
+            ]
+            return [*narrow, *([([cast], 1)] if n_cast else [])], {}
         found: list[tuple[list[Buffer], int]] = []
         uploads: dict[Buffer, Buffer] = {}
         for parameters, times in self.parts:
@@ -114,7 +131,7 @@ class ParamGroup:
         return found, uploads
 
     def unshard(self) -> Iterator[CountedEvents]:
-        """All-gather into one flat buffer, from shards in the compute type on the device.
+        """All-gather into one flat buffer, from shards in the type they are gathered in, on the device.
 
         A rank alone gathers nothing.
 
@@ -123,8 +140,10 @@ class ParamGroup:
         """
         if self.alone:
             return
+        casts = {cast.data: cast.events for cast in self.casts_to_float8.values()}
         for inputs, times in self.inputs:
-            yield tuple(event for buffer in inputs for event in self._filled(buffer)), times
+            filled = [casts.get(buffer) or self._filled(buffer) for buffer in inputs]
+            yield tuple(event for found in filled for event in found), times
         yield (*allocs(self.flat), self.all_gather), 1
         if self.stage.op_context.gathers_in_copies:
             yield (*allocs(self.scratch), *frees(self.scratch)) * 2, 1
@@ -135,6 +154,9 @@ class ParamGroup:
     def gathered(self) -> dict[Buffer, Buffer]:
         """The buffers of an all-gather, each with its stand-in for those ahead of time."""
         inputs = [buffer for found, _ in self.inputs for buffer in found]
+        inputs += [
+            e.buffer for one in self.casts_to_float8.values() for e in one.events if isinstance(e, Alloc)
+        ]
         return {buffer: copy(buffer) for buffer in (self.flat, *inputs, *self.uploads.values())}
 
     def ahead(self, counted: Iterable[CountedEvents]) -> Iterator[CountedEvents]:
@@ -177,6 +199,17 @@ class ParamGroup:
                 yield (*allocs(*casts), *frees(*before), *allocs(buffer)), 1
         yield frees(stale.flat) if stale is not None and not stale.alone else (), 1
         yield frees(*casts), 1
+
+    @cached_property
+    def scales(self) -> list[tuple[list[Buffer], int]]:
+        """The scales of weights in float8 that an all-gather makes; each replaces the one before."""
+        casts = [([self.casts_to_float8[p] for p in own if p.gathered_as], n) for own, n in self.parts]
+        return [([scale for one in found for scale in one.scales], n) for found, n in casts]
+
+    def frees_scales(self) -> Iterator[CountedEvents]:
+        """Frees the scales before the last ones, which the unsharded weights have now."""
+        for scales, times in self.scales:
+            yield frees(*scales), times
 
     @cached_property
     def casts(self) -> dict[Parameter, tuple[Buffer, ...]]:

@@ -254,6 +254,7 @@ def _oldest_first(stages: RankStages, modules: Iterable[StageModule[Any]]) -> It
         yield from (one.received_input, one.received_grad)
         if isinstance(one, FSDPModule):
             yield from (flat for unit, _ in one.units for flat in (unit.flat, unit.gathered[unit.flat]))
+            yield from one.between_steps
         if one.stage.plan.pp > 1:
             held = [one.trace.release] if one.stage.last or lets_outputs_go(one) else []
             held += [] if one.stage.first else [one.trace.release_input_grad]

@@ -34,7 +34,7 @@ from memplan.models import (
     not_divided_so,
 )
 from memplan.models.lookup import module_values
-from memplan.models.recording import Ends
+from memplan.models.recording import Ends, shape_at
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.models.traced import is_of_torchtitan
 from memplan.offload_activations import MOST_STASHED
@@ -624,6 +624,57 @@ def _check_float8(model: Model, plan: Plan) -> None:
     )
 
 
+def _check_float8_all_gather(model: Model, plan: Plan) -> None:
+    """Raise for an all-gather in float8 that torchao does not make, or beside what has no rule with it.
+
+    Source: `torchao.float8.config:Float8LinearConfig`.
+    """
+    options = torch_options(plan)
+    if options.float8_all_gather == "none":
+        return
+    if options.float8 != "tensorwise":
+        raise PlanRefused(
+            f"float8_all_gather={options.float8_all_gather!r} with float8={options.float8!r}: torchao "
+            "gathers weights in float8 with one scale for each; use float8='tensorwise', or "
+            "float8_all_gather='none'.",
+            kind="an all-gather in float8 without one scale for each weight",
+        )
+    _check_beside_option(
+        plan,
+        "float8_all_gather",
+        "FSDP2's all-gather in float8",
+        (
+            not plan.fsdp or plan.n_shards == 1,
+            f"zero={plan.zero}, dp={plan.dp}",
+            "zero=2 or 3 with dp=2 or more",
+        ),
+        (plan.offload, "offload=True", "offload=False"),
+        (options.trainer != "none", f"trainer={options.trainer!r}", "trainer='none'"),
+        (options.optimizer_in_backward, "optimizer_in_backward=True", "optimizer_in_backward=False"),
+        (options.no_sync, "no_sync=True", "no_sync=False"),
+        (options.fsdp_units == "model", "fsdp_units='model'", "fsdp_units='block'"),
+        (plan.optimizer not in COMMON, f"optimizer={plan.optimizer!r}", "adamw"),
+    )
+
+
+def _check_even_shards(model: Model, plan: Plan) -> None:
+    """Raise for weights that are gathered in float8, whose hook gathers the shard without its padding.
+
+    Source: `torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather`.
+    """
+    if not isinstance(model, TracedModel):
+        return
+    for one in [one for one, _ in model.parameters if one.gathered_as]:
+        rows = shape_at(one.shape, 1, 1)[0]
+        if rows % plan.n_shards:
+            raise PlanRefused(
+                f"float8_all_gather={torch_options(plan).float8_all_gather!r}: the {rows} rows of {one.name} "
+                f"do not divide by {plan.n_shards} ranks, and torchao gathers shards without padding; use dp "
+                "that divides them, or float8_all_gather='none'.",
+                kind="an all-gather in float8 of unequal shards",
+            )
+
+
 def _check_activation_offloading(model: Model, plan: Plan) -> None:
     """Raise for activations on the host where no block is recomputed, or beside what has no rule."""
     option, float8 = torch_options(plan).activation_offloading, torch_options(plan).float8
@@ -1106,7 +1157,7 @@ def check_trace(model: Model, plan: Plan) -> None:
     Raises:
         MissingRule: with value, rule and way out.
     """
-    for check in (_check_traced, _check_recorded, _check_traced_ends, _check_cut):
+    for check in (_check_traced, _check_recorded, _check_traced_ends, _check_cut, _check_even_shards):
         check(model, plan)
 
 
@@ -1177,6 +1228,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_trainer,
     _check_compiled,
     _check_float8,
+    _check_float8_all_gather,
     _check_activation_offloading,
     _check_liger,
     _check_optimizer_in_backward,

@@ -72,6 +72,7 @@ def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
         torch_options(plan).float8,
         called_by_trainer(plan),
         sequence_parallel=plan.sequence_parallel,
+        gathers_float8=torch_options(plan).float8_all_gather != "none",
     )
     if found is not model:
         check_trace(found, plan)

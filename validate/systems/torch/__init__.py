@@ -40,7 +40,7 @@ class TorchTraining(Training):
         self._update()
 
     def weights(self) -> Sequence[Tensor]:
-        return [_local(weight) for weight in (*self._update.parameters, *self._frozen)]
+        return [_parts(weight)[0] for weight in (*self._update.parameters, *self._frozen)]
 
     def grads(self) -> Sequence[Tensor]:
         return [_local(weight.grad) for weight in self._update.parameters if weight.grad is not None]

@@ -130,7 +130,7 @@ def parallel_module(
     A stage on `meta` gets its weights on `device`, or on the host under offload, after the tensor axis and
     before the data axis.
     """
-    with_float8(stage, torch_options(plan).float8)
+    in_float8(stage, plan)
     if plan.tp > 1 and mesh is not None:
         cut_tensors(stage, plan, at, mesh["tp"])
     if not compile_blocks([stage.blocks], plan):
@@ -146,6 +146,12 @@ def parallel_module(
         shard_weights(stage, _units(stage, plan), plan, mesh)
     materialised(stage, device, offload=plan.offload)
     return replicated(stage, plan, mesh[plan.shard_group]) if plan.ddp else stage
+
+
+def in_float8(module: nn.Module, plan: Plan) -> nn.Module:
+    """The module with its linears converted as the plan says."""
+    options = torch_options(plan)
+    return with_float8(module, options.float8, all_gather=options.float8_all_gather != "none")
 
 
 def checkpoint_of(plan: Plan, checkpoint: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,6 +58,7 @@ class Update:
     set_to_none: bool
     clips_itself: FullyShardedDataParallel | None = None
     in_backward: bool = False
+    precomputes: Sequence[nn.Module] = ()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -78,6 +79,8 @@ class Update:
         for one in self.optimizers:
             self.scaler.step(one)
         self.scaler.update()
+        for module in self.precomputes:
+            import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(module)
         for one in self.optimizers:
             one.zero_grad(set_to_none=self.set_to_none)
 
@@ -92,6 +95,7 @@ def update_of(
     runs_kernels: bool = True,
 ) -> Update:
     """The plan's update of the stages' parameters; without kernels no step is skipped."""
+    modules, precomputes = [*modules], torch_options(plan).float8_all_gather == "precomputed"
     sharded = [module for module in modules if isinstance(module, FullyShardedDataParallel)]
     return Update(
         clips_itself=sharded[0] if sharded else None,
@@ -102,6 +106,7 @@ def update_of(
         pipeline=mesh.get_group("pp") if mesh is not None and plan.pp > 1 else None,
         set_to_none=torch_options(plan).set_to_none,
         in_backward=torch_options(plan).optimizer_in_backward,
+        precomputes=modules if precomputes else (),
     )
 
 

@@ -38,7 +38,6 @@ from memplan.plan import Rank
 from memplan.shapes import FP32
 from memplan.tracing.context import as_trainer_divides, divided_sequences
 from memplan.tracing.divided import by_plan_of_transformers, dealt_out, is_of_experts
-from memplan.tracing.float8 import with_float8
 from memplan.tracing.torchtitan import kept_contexts, token_loss
 from memplan.tracing.torchtitan_mixtures import mixture_of
 from validate.cases import Divided
@@ -51,6 +50,7 @@ from validate.systems.torch.parallelize import (
     checkpoint_of,
     fsdp_options,
     fully_sharded,
+    in_float8,
     replicated,
     shard_weights,
     torch_dtype,
@@ -883,7 +883,7 @@ def wild_modules(
             EvenRouting(plan).of(module, device)
         elif plan.mesh.dividing and mesh is not None and hasattr(module, "_resolve_parallel_plans"):
             by_plan_of_transformers(module, mesh)
-        module = with_float8(module, torch_options(plan).float8)
+        module = in_float8(module, plan)
         _patch_by_liger(module, plan)
         stacks, path = stacks_of(module, model), ""
         compiles = compile_blocks([one for one in module.modules() if list(one.children()) in stacks], plan)
