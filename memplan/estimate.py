@@ -776,8 +776,9 @@ def estimate(
             compile: torch.compile of each "block", or of nothing ("none").
             float8: products of linears in float8 by torchao's recipe: "tensorwise", "rowwise",
                 "rowwise_with_gw_hp", or "none".
-            float8_all_gather: FSDP2 gathers the weights of these linears in float8, their scales "dynamic" or
-                "precomputed", or in the type of the others ("none").
+            float8_all_gather: whether FSDP2 gathers the weights of these linears in float8, and how their
+                scales are made: "dynamic" (before each all-gather) or "precomputed" (after each optimizer
+                step); "none": they are gathered in the type of other weights.
             liger_kernel: Liger's "fused_linear_cross_entropy" in transformers' models, or "none".
             activation_offloading: the inputs of recomputed blocks are kept in the host's page-locked memory,
                 by PyTorch's "save_on_cpu" or TRL's "OffloadActivations", or on the GPU ("none").

@@ -63,7 +63,7 @@ FLOAT8: Final = "float8"
 """The key that names torchao's recipe, beside the keys of a config.json or torchtitan's sizes."""
 
 FLOAT8_ALL_GATHER: Final = "float8_all_gather"
-"""The key beside it that says whether FSDP2 gathers the weights of linears in float8."""
+"""The key under which a Config says whether FSDP2 gathers the weights of linears in float8."""
 
 TRAINER: Final = "trainer"
 """The key beside a config.json's own under which is how transformers' Trainer calls the module."""
@@ -91,8 +91,8 @@ class ByTrainer(NamedTuple):
     """How transformers' Trainer calls a module: whether DDP clones outputs, whether FSDP2 casts floats.
 
     `scoring`: how TRL's trainers do, which build on it; None: the Trainer itself calls it. `reference`: what
-    these have beside the module; the SFTTrainer has none. `completion`: the last tokens of a sequence, which
-    the GRPOTrainer scores; None: it is another trainer.
+    these have beside the module; the SFTTrainer has none. `completion`: how many tokens at the end of a
+    sequence the GRPOTrainer scores; None: it is another trainer.
     """
 
     clones_outputs: bool = False

@@ -99,7 +99,7 @@ def _plain_tensors(tensors: Iterable[TracedTensor]) -> list[Any]:
 
 
 def _plain_placed(one: TracedTensor) -> list[Any]:
-    """The placements of a DTensor and of its gradient, or the type that another tensor is gathered in."""
+    """The placements of a DTensor and of its gradient; of a plain tensor the type in which it is gathered."""
     if not one.placements:
         return [one.gathered_as] if one.gathered_as else []
     both = one.placements, one.grad_placements

@@ -111,10 +111,10 @@ def with_reference(
 
 
 def beside_completions(by: ByTrainer, batch: int) -> dict[str, Tensor]:
-    """What TRL's GRPOTrainer has beside sequences and their mask when its passes begin.
+    """The tensors that TRL's GRPOTrainer holds, beside sequences and their mask, when a forward pass begins.
 
-    For each completion these are its advantage and log-probabilities of its tokens: the trained model's
-    before the step, vLLM's own, their ratio, and the reference's. The number of tokens is that of all.
+    Each completion has an advantage, and log-probabilities of its tokens: by the trained model before the
+    step, by vLLM, and by the reference. The first two have a ratio. The number of tokens counts all ranks'.
 
     Source: trl.trainer.grpo_trainer (`GRPOTrainer._generate_and_score_completions`), 1.16.
     """
@@ -170,11 +170,11 @@ def with_completions(
 
 
 Scorer = Callable[[Tensor, Tensor, Tensor, tuple[str, ...]], Scores]
-"""From tokens, the mask of padding, labels and what is asked for to a model's scores."""
+"""Returns a model's scores of tokens, given also the mask of padding, labels and the names of scores."""
 
 
 def _scorers(module: Any, by: ByTrainer) -> tuple[Scorer, Scorer, Callable[[], Any]]:
-    """How a module scores, how its reference does, and the block in which it is the reference.
+    """The scorer of a module, the scorer of its reference, and the block in which the latter runs.
 
     The module gets a frozen copy as a part, unless its adapters are turned off.
     """
@@ -318,9 +318,9 @@ def loss_of_pairs(
 def loss_of_completions(
     scores: Scores, ids: Tensor, of_padding: Tensor, given: Mapping[str, Tensor]
 ) -> Tensor:
-    """The loss of completions by DAPO, over all tokens that were generated; it holds `ids` and `of_padding`.
+    """DAPO's loss of completions, over all generated tokens; meanwhile `ids` and `of_padding` are held.
 
-    Neglects: what is counted beside it, but for entropies.
+    Neglects: metrics other than entropies.
     Source: trl.trainer.grpo_trainer (`GRPOTrainer._compute_loss`), 1.16.
     """
     mask = given["attention_mask"][:, -given["old_per_token_logps"].size(1) :]

@@ -15,9 +15,9 @@ from memplan.shapes import FP32, FP64, UINT8, Buffer, DType, Parameter, buffer_o
 class Float8Cast:
     """The cast of a shard of a weight to `data` in float8, by a `scale` that is of the whole weight.
 
-    A dynamic scale follows from the shard's largest number and those of other ranks, of which an all-reduce
-    makes the largest. `events`: all of it; `data` and `scales` are left: a dynamic one, as a precomputed one
-    is a part of the tensor of all weights' scales.
+    A dynamic scale follows from the largest number of the whole weight, which an all-reduce finds. A
+    precomputed one is a part of the tensor of all weights' scales. `events`: the allocations, the frees and
+    the all-reduce of a cast, which leaves `data` and, if dynamic, `scales`.
 
     Neglects: the time of its kernels, as of all casts before an all-gather.
 
@@ -55,8 +55,8 @@ class Float8Cast:
         yield from (*allocs(*self.scales), *frees(wide, widened, largest))
 
     def _cast(self) -> Iterator[Event]:
-        """The shard times its scale in float32, what does not saturate of it, and that in float8."""
-        names = f"{self.name} (widened)", f"{self.name} (scaled)", f"{self.name} (saturated)"
+        """The shard times its scale in float32, the same clamped to float8's range, and its cast."""
+        names = f"{self.name} (widened)", f"{self.name} (scaled)", f"{self.name} (clamped)"
         widened, scaled, saturated = (buffer_of(name, self.shape, FP32) for name in names)
         casts = [widened] * (self.stored != FP32)
         yield from (*allocs(*casts, scaled), *frees(*casts), *allocs(saturated, self.data))
@@ -64,10 +64,9 @@ class Float8Cast:
 
 
 def precomputed_scales(parts: Iterable[tuple[Sequence[Parameter], int]]) -> Buffer:
-    """The scales of all weights that are gathered in float8, which follow the optimizer's step.
+    """One tensor: the scales of all weights that are gathered in float8, made after the optimizer's step.
 
-    Each tensor of them takes the place of the one before, which unsharded weights have until they are
-    gathered again: that is left out between steps.
+    Neglects: the tensor of the step before, which unsharded weights hold until the next all-gather.
 
     Source: `torchao.float8.fsdp_utils:precompute_float8_dynamic_scale_for_fsdp`.
     """

@@ -66,7 +66,7 @@ def update(stages: RankStages, *, in_order: bool = False, makes_states: bool = F
 
 
 def _precomputed(stages: RankStages) -> Iterator[Stretch]:
-    """The scales of weights that FSDP2 gathers in float8, where the updated weights say them.
+    """The scales of weights that FSDP2 gathers in float8, made anew of the updated weights.
 
     Neglects: the time of its kernels, which read the weights once.
 

@@ -91,7 +91,8 @@ class TorchOptions:
         "none",
         Choice(
             "FSDP2 gathers the weights of linears in float8 (torchao's enable_fsdp_float8_all_gather), with "
-            "scales made in each all-gather, or all at once (precompute_float8_dynamic_scale_for_fsdp)",
+            "scales made before each all-gather, or after each optimizer step "
+            "(precompute_float8_dynamic_scale_for_fsdp)",
             choices=FLOAT8_ALL_GATHERS,
             word="float8-gather",
         ),

@@ -91,7 +91,7 @@ class ParamGroup:
         return padded_shard_elements(parameter, self.n_shards)
 
     def gather_dtype(self, parameter: Parameter) -> DType:
-        """The type in which a parameter is gathered: that of its hooks, else the precision's."""
+        """The type in which a parameter is gathered: float8 where it has hooks, else the precision's type."""
         return parameter.gathered_as or self.stage.plan.formats.gather
 
     def _unsharded(self, p: Parameter) -> Buffer:
@@ -202,12 +202,12 @@ class ParamGroup:
 
     @cached_property
     def scales(self) -> list[tuple[list[Buffer], int]]:
-        """The scales of weights in float8 that an all-gather makes; each replaces the one before."""
+        """The scales of weights in float8 that an all-gather makes, and how often in equal blocks."""
         casts = [([self.casts_to_float8[p] for p in own if p.gathered_as], n) for own, n in self.parts]
         return [([scale for one in found for scale in one.scales], n) for found, n in casts]
 
     def frees_scales(self) -> Iterator[CountedEvents]:
-        """Frees the scales before the last ones, which the unsharded weights have now."""
+        """Frees the scales of the all-gather before the last one."""
         for scales, times in self.scales:
             yield frees(*scales), times
 

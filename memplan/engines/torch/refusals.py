@@ -565,7 +565,7 @@ def _check_beside_modules(
     """Raise for what has no rule beside an option that changes the modules.
 
     `own`: the option's further rows: whether it is asked for, what, and what to use; `of_ddp`: what of DDP;
-    `axes`: those that have no rule with it.
+    `axes`: the axes that have no rule with it.
     """
     _check_beside_option(
         plan,
@@ -658,7 +658,7 @@ def _check_float8_all_gather(model: Model, plan: Plan) -> None:
 
 
 def _check_even_shards(model: Model, plan: Plan) -> None:
-    """Raise for weights that are gathered in float8, whose hook gathers the shard without its padding.
+    """Raise for weights gathered in float8 that do not divide evenly: their hook gathers no padding.
 
     Source: `torchao.float8.fsdp_utils:WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather`.
     """
@@ -1043,7 +1043,7 @@ def _check_options_of_grpo(plan: Plan) -> None:
         for name in OF_GRPO:
             if (value := getattr(options, name)) != getattr(USUAL, name):
                 raise PlanRefused(
-                    f"{name}={value!r} is of TRL's GRPOTrainer, which trainer={options.trainer!r} is not; "
+                    f"{name}={value!r} is of TRL's GRPOTrainer, not of trainer={options.trainer!r}; "
                     "leave it out, or use trainer='grpo'.",
                     kind="options of GRPOTrainer on plans that do not use it",
                 )
@@ -1051,8 +1051,8 @@ def _check_options_of_grpo(plan: Plan) -> None:
     name, length = "max_completion_length", options.max_completion_length
     if length is None or length >= plan.seq_len:
         raise PlanRefused(
-            f"trainer='grpo' with {name}={length}: the last ones of seq_len={plan.seq_len} tokens are "
-            f"generated and scored, after a prompt; use a {name} below seq_len, as "
+            f"trainer='grpo' with {name}={length}: a completion is the last tokens of "
+            f"seq_len={plan.seq_len}, after a prompt; use a {name} below seq_len, as "
             f"{name}={max(plan.seq_len // 2, 1)}.",
             kind="GRPOTrainer without a length of completions",
         )

@@ -56,9 +56,9 @@ class KeptByTrainer:
 
 
 def counts_tokens(plan: Plan) -> bool:
-    """Whether the trainer counts the tokens of a step's batch on all ranks: TRL's DPOTrainer does not.
+    """Whether the trainer counts the tokens of a step's batch on all ranks.
 
-    Its GRPOTrainer counts those of completions as it has these.
+    TRL's DPOTrainer does not; its GRPOTrainer counts tokens of completions when these are generated.
     """
     return torch_options(plan).trainer not in ("dpo", "grpo")
 
@@ -88,7 +88,10 @@ def kept_by_trainer(
 
 
 def _of_step(one: Buffer, n_micro_batches: int) -> Buffer:
-    """What GRPOTrainer has of all micro-batches of a step as one tensor; a number is one for all of them."""
+    """A tensor of a whole step, for one of a micro-batch: GRPOTrainer generates for a step at once.
+
+    A tensor without dims, as a number of tokens, stays as it is.
+    """
     first, *others = one.shape or (1,)
     return buffer_of(one.name, (n_micro_batches * first, *others) if one.shape else (), one.dtype)
 

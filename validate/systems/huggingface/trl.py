@@ -79,10 +79,10 @@ def grpo_trainer(
 
     No server of vLLM runs: a stub gives the completions, and takes no weights. The texts of prompts and
     completions, which are gathered for logs alone, stay on their rank. The reference is as for DPO. Where
-    nothing is computed, no number is left out of a least or a largest one as if it were none.
+    nothing is computed, `nanmin` and `nanmax` are plain minima and maxima, as no value is known.
 
-    Every other completion is rewarded. vLLM's stub has all tokens equally likely, and ratios to that are
-    not cut off, so that the loss falls as rewarded completions become likelier.
+    Every other completion is rewarded, so that the loss falls as these become likelier. The stub calls all
+    tokens equally likely, and the ratio to that is not clipped.
     """
     trl: Any = import_module("trl")
     own: Any = import_module("trl.trainer.grpo_trainer")
@@ -162,7 +162,7 @@ def _dataset(n: int, each: dict[str, Any]) -> Any:
 def masks_as_on_a_gpu(completion: tuple[int, int] | None = None) -> torch.library.Library:
     """Let masks on a GPU that is not there be of ones only, as all tokens have a target.
 
-    But for those of as many targets in a sequence as `completion` says first, of which it chooses the second.
+    `completion`: the number of targets in a sequence of GRPO's, and how many of these its mask chooses.
     How many places a mask chooses is read from the GPU, which here has no values. The places get their bytes
     all the same, without the memory that CUB takes to find them.
     """
