@@ -802,6 +802,8 @@ def estimate(
             trainer: whose loop trains: "none" (a plain one), "huggingface" (transformers' Trainer), "sft",
                 "dpo" or "grpo" (TRL's SFTTrainer, DPOTrainer or GRPOTrainer; a pair of dpo is two sequences).
             max_completion_length: tokens that GRPOTrainer has generated, the last ones of each sequence.
+            precompute_ref_log_probs: whether DPOTrainer computes the reference's log-probabilities before
+                training, and holds no reference in a step.
             ref_model: whether GRPOTrainer has a reference model, as its beta is above 0.
             torch_version: the release of PyTorch whose rules apply, "2.11" to "2.15".
             overlap_comm: DeepSpeed communicates on other streams; left out, with zero=3 only.

@@ -81,12 +81,6 @@ ROWS: Final = (
         keywords="loss_type importance_sampling_level entropy_coef top_entropy_quantile",
     ),
     NotModelled(
-        "log-probabilities of DPO's reference that are computed ahead",
-        "would leave the reference out of each step, and out of memory",
-        "use trainer='dpo', which holds more",
-        keywords="precompute_ref_log_probs",
-    ),
-    NotModelled(
         "a scale of what adapters give",
         "would change values and no byte",
         "leave it out",

@@ -48,6 +48,7 @@ class EngineOptions(TypedDict, total=False):
     ddp_comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
     trainer: Literal["none", "huggingface", "sft", "dpo", "grpo"]
     max_completion_length: int | None
+    precompute_ref_log_probs: bool
     ref_model: bool
     torch_version: Literal["2.11", "2.12", "2.13", "2.14", "2.15"]
     overlap_comm: bool | None

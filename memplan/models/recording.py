@@ -72,8 +72,11 @@ TRAINER: Final = "trainer"
 REFERENCE: Final = "reference"
 """The name of the frozen copy that TRL's trainers hold beside the module, as a part of it."""
 
-Reference = Literal["copy", "adapters off"]
-"""What TRL's trainers compare the trained model with: a frozen copy, or itself without its adapters."""
+Reference = Literal["copy", "adapters off", "ahead"]
+"""What TRL's trainers compare the trained model with: a frozen copy, itself without its adapters, or numbers.
+
+"ahead": log-probabilities that are a part of the batch, computed before training.
+"""
 
 
 class Scoring(NamedTuple):

@@ -66,6 +66,7 @@ class PlanOptions(TypedDict, total=False):
     ddp_comm_hook: str | Iterable[str]
     trainer: str | Iterable[str]
     max_completion_length: int | Iterable[int]
+    precompute_ref_log_probs: bool | Iterable[bool]
     ref_model: bool | Iterable[bool]
     torch_version: str | Iterable[str]
     overlap_comm: bool | Iterable[bool | None] | None

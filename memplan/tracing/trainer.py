@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from memplan.models.recording import ByTrainer
 from memplan.tracing.example import Loss
 from memplan.tracing.trl import (
+    AHEAD,
     beside_completions,
     loss_of_completions,
     loss_of_pairs,
@@ -45,6 +46,8 @@ def as_trainer_calls(
     elif by.reference is not None:
         forward, unless_given = with_reference(module, by), {}
         found["completion_mask"] = torch.ones_like(found.pop("labels"))
+        if by.reference == "ahead":
+            found |= {name: torch.zeros(len(ones) // 2) for name in AHEAD}
     elif by.scoring is not None:
         forward, found[N_ITEMS] = with_scores(module, by), torch.ones((), dtype=torch.int64)
     elif by.casts_inputs:

@@ -8,7 +8,7 @@ Source: trl.trainer.utils (`add_fused_lm_head`), trl.kernels.chunked_logprob (`C
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -54,6 +54,12 @@ class Scores(NamedTuple):
 OF_SFT: Final = ("entropy", "is_top1")
 OF_DPO: Final = ("entropy", "mean_logits", "is_top1")
 OF_GRPO: Final = ("entropy",)
+
+AHEAD: Final = ("ref_chosen_logps", "ref_rejected_logps")
+"""The reference's log-probabilities of pairs, where they were computed before training."""
+
+Refer = Callable[[], tuple[Any, Sequence[Tensor]]]
+"""Returns what is held meanwhile, and the reference's log-probabilities of chosen and rejected sequences."""
 """What a trainer asks for beside the log-probabilities of tokens; of the reference it is nothing."""
 
 
@@ -75,13 +81,12 @@ def with_scores(module: Any, by: ByTrainer) -> Callable[..., tuple[Scores, Tenso
     return forward
 
 
-def with_reference(
-    module: Any, by: ByTrainer
-) -> Callable[..., tuple[Scores, Callable[[], Scores], Tensor, Tensor]]:
+def with_reference(module: Any, by: ByTrainer) -> Callable[..., tuple[Scores, Refer, Tensor, Tensor]]:
     """The forward of a causal language model of transformers under TRL's DPOTrainer.
 
     It returns the scores of chosen and rejected sequences, a function that gives the reference's, and the
-    masks that it is given. The module gets the frozen copy as a part, unless its adapters are turned off.
+    masks that it is given. A frozen copy becomes a part of the module. Log-probabilities that were computed
+    ahead are inputs.
 
     Assumes: prompts of one token, so that all others are scored; TRL's usual `disable_dropout`.
     Source: trl.trainer.dpo_trainer (`DPOTrainer._compute_loss`).
@@ -95,15 +100,18 @@ def with_reference(
     score, of_reference, as_reference = _scorers(module, by)
 
     def forward(
-        *, input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor
-    ) -> tuple[Scores, Callable[[], Scores], Tensor, Tensor]:
+        *, input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor, **ahead: Tensor
+    ) -> tuple[Scores, Refer, Tensor, Tensor]:
         labels = input_ids.masked_fill(completion_mask == 0, -100)
         device = input_ids.device.type
         autocasts, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
-        def refer() -> Scores:
+        def refer() -> tuple[Any, Sequence[Tensor]]:
+            if ahead:
+                return None, [ahead[name] for name in AHEAD]
             with torch.no_grad(), as_reference(), torch.autocast(device, dtype, enabled=autocasts):
-                return of_reference(input_ids, attention_mask, labels, ())
+                found = of_reference(input_ids, attention_mask, labels, ())
+            return found, found.log_probs.sum(dim=1).chunk(2)
 
         return score(input_ids, attention_mask, labels, OF_DPO), refer, attention_mask, completion_mask
 
@@ -178,7 +186,7 @@ def _scorers(module: Any, by: ByTrainer) -> tuple[Scorer, Scorer, Callable[[], A
 
     The module gets a frozen copy as a part, unless its adapters are turned off.
     """
-    if by.reference is None:
+    if by.reference in (None, "ahead"):
         score = _scorer(module, by)
         return score, score, nullcontext
     reference = deepcopy(module).requires_grad_(False) if by.reference == "copy" else None
@@ -296,9 +304,7 @@ def loss_of_scores(scores: Scores, of_padding: Tensor, n_items: Tensor) -> Tenso
     return loss
 
 
-def loss_of_pairs(
-    scores: Scores, refer: Callable[[], Scores], of_padding: Tensor, of_completions: Tensor
-) -> Tensor:
+def loss_of_pairs(scores: Scores, refer: Refer, of_padding: Tensor, of_completions: Tensor) -> Tensor:
     """The loss of pairs of a chosen and a rejected sequence, the chosen ones first.
 
     Neglects: what is counted beside it.
@@ -306,8 +312,7 @@ def loss_of_pairs(
     """
     of_tokens = scores.log_probs[:, -of_completions[..., 1:].size(1) :]
     chosen, rejected = of_tokens.sum(dim=1).chunk(2)
-    referred = refer()
-    chosen_before, rejected_before = referred.log_probs.sum(dim=1).chunk(2)
+    _held, (chosen_before, rejected_before) = refer()
     of_chosen, of_rejected = chosen - chosen_before, rejected - rejected_before
     difference = of_chosen - of_rejected
     of_pairs = -F.logsigmoid(BETA * difference)

@@ -88,6 +88,11 @@ PAIRS: Final[tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = (
 )
 """Families in small with pairs of sequences, for CPU ranks, and their sizes."""
 
+AHEAD: Final[dict[str, Any]] = {**DPO, "precompute_ref_log_probs": True}
+
+PAIRS_AHEAD: Final = (PAIRS[1], PAIRS[3], PAIRS[5], PAIRS[10])
+"""Some of them, with the reference's log-probabilities computed before training."""
+
 
 GRPO: Final[dict[str, Any]] = {"trainer": "grpo", "micro_batch": 2, "max_completion_length": 32}
 
@@ -121,7 +126,7 @@ LARGE_COMPLETIONS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]
 def trl() -> tuple[Case, ...]:
     """TRL's trainers on CPU ranks: families in small."""
     rows = [*[(SFT, *row) for row in SMALL], *[(DPO, *row) for row in PAIRS]]
-    rows += [(GRPO, *row) for row in COMPLETIONS]
+    rows += [*[(GRPO, *row) for row in COMPLETIONS], *[(AHEAD, *row) for row in PAIRS_AHEAD]]
     return tuple([in_small(family, by | own, **more) for by, family, own, more in rows])
 
 
@@ -135,4 +140,5 @@ def gpu_trl(gpus: Gpus | None) -> tuple[Case, ...]:
         raise InvalidValue("gpu-trl has models of true size; use --device nogpu, or the suite trl.")
     rows = [*[(SFT, *row) for row in LARGE], *[(DPO, *row) for row in LARGE_PAIRS]]
     rows += [(GRPO | {"max_completion_length": 1024}, *row) for row in LARGE_COMPLETIONS]
+    rows += [(AHEAD, *row) for row in LARGE_PAIRS[1:5]]
     return tuple([large(preset, n, by | options, rank, gpus) for by, preset, n, options, rank in rows])

@@ -20,8 +20,11 @@ LIGER_KERNELS: Final = ("none", "fused_linear_cross_entropy")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch")
 """The options of FullyShardedDataParallel alone."""
-OF_GRPO: Final = ("max_completion_length", "ref_model")
-"""The options of TRL's GRPOTrainer alone."""
+OF_TRAINERS: Final = {
+    "dpo": ("precompute_ref_log_probs",),
+    "grpo": ("max_completion_length", "ref_model"),
+}
+"""The options of one trainer alone."""
 OF_TRL: Final = ("sft", "dpo", "grpo")
 TRAINERS: Final = ("none", "huggingface", *OF_TRL)
 TORCH_VERSIONS: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
@@ -165,6 +168,10 @@ class TorchOptions:
             word="completion",
         ),
     )
+    precompute_ref_log_probs: bool = described(
+        False,
+        Flag("DPOTrainer computes the reference's log-probabilities before training", word="ref-ahead"),
+    )
     ref_model: bool = described(
         False,
         Flag("GRPOTrainer has a reference model, as its beta is above 0", word="ref-model"),
@@ -224,6 +231,8 @@ def called_by_trainer(plan: Plan) -> ByTrainer | None:
     if options.trainer in OF_TRL:
         scoring = Scoring(plan.micro_batch, plan.seq_len, gathers_head(plan))
     reference: Reference = "copy" if plan.adapters is None else "adapters off"
+    if options.precompute_ref_log_probs:
+        reference = "ahead"
     return ByTrainer(
         clones_outputs=finds_unused(plan),
         casts_inputs=plan.fsdp and plan.mixed,

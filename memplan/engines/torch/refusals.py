@@ -14,7 +14,7 @@ from memplan.engines.refusals import (
 )
 from memplan.engines.torch.options import (
     FSDP1_OPTIONS,
-    OF_GRPO,
+    OF_TRAINERS,
     OF_TRL,
     TorchOptions,
     compiled_blocks,
@@ -982,7 +982,7 @@ def _check_divided(model: Model, plan: Plan) -> None:
 def _check_trainer(model: Model, plan: Plan) -> None:
     """Raise for what transformers' Trainer is not told, or does by no rule that is known."""
     options = torch_options(plan)
-    _check_options_of_grpo(plan)
+    _check_options_of_trainers(plan)
     if options.trainer == "none":
         return
     asked = f"trainer={options.trainer!r}"
@@ -1036,17 +1036,19 @@ def _check_trainer(model: Model, plan: Plan) -> None:
     _check_set_by_trainer(plan, ends)
 
 
-def _check_options_of_grpo(plan: Plan) -> None:
-    """Raise for options of TRL's GRPOTrainer under another one, and for completions without a length."""
+def _check_options_of_trainers(plan: Plan) -> None:
+    """Raise for options of one of TRL's trainers under another one, and for completions without a length."""
     options = torch_options(plan)
-    if options.trainer != "grpo":
-        for name in OF_GRPO:
+    for trainer, names in OF_TRAINERS.items():
+        for name in names if options.trainer != trainer else ():
             if (value := getattr(options, name)) != getattr(USUAL, name):
+                own = f"{trainer.upper()}Trainer"
                 raise PlanRefused(
-                    f"{name}={value!r} is of TRL's GRPOTrainer, not of trainer={options.trainer!r}; "
-                    "leave it out, or use trainer='grpo'.",
-                    kind="options of GRPOTrainer on plans that do not use it",
+                    f"{name}={value!r} is of TRL's {own}, not of trainer={options.trainer!r}; leave it out, "
+                    f"or use trainer={trainer!r}.",
+                    kind=f"options of {own} on plans that do not use it",
                 )
+    if options.trainer != "grpo":
         return
     name, length = "max_completion_length", options.max_completion_length
     if length is None or length >= plan.seq_len:

@@ -45,18 +45,25 @@ def dpo_trainer(
     """TRL's trainer of a module on equal pairs, with the plan's `arguments` of transformers' Trainer.
 
     Each prompt is one token. The reference is a copy, as TRL loads it; of a module with adapters it is the
-    module without them, which TRL makes anew.
+    module without them, which TRL makes anew. Log-probabilities that are computed ahead are given: they are
+    no part of a step.
     """
     trl: Any = import_module("trl")
     own: Any = import_module("trl.trainer.dpo_trainer")
     ids = samples[0]["input_ids"]
     pair = {"prompt_ids": ids[:1], "chosen_ids": ids[1:], "rejected_ids": ids[:0:-1]}
     adapted = hasattr(module, "peft_config")
-    config = trl.DPOConfig(**arguments, remove_unused_columns=False, max_length=None)
-    with patch.object(own.DPOTrainer, "_prepare_dataset", lambda _, dataset, *__: dataset):
+    ahead = option(plan, "precompute_ref_log_probs", False)
+    if ahead:
+        pair |= {"ref_chosen_logps": 0.0, "ref_rejected_logps": 0.0}
+    config = trl.DPOConfig(
+        **arguments, remove_unused_columns=False, max_length=None, precompute_ref_log_probs=ahead
+    )
+    stubs: dict[str, Any] = dict.fromkeys(("_prepare_dataset", "_precompute_ref_logps"), _as_it_is)
+    with patch.multiple(own.DPOTrainer, **stubs), patch.object(own, "hash_module", lambda _: ""):
         trainer = own.DPOTrainer(
             model=module.unload() if adapted else module,
-            ref_model=None if adapted else deepcopy(module).eval(),
+            ref_model=None if adapted or ahead else deepcopy(module).eval(),
             args=config,
             train_dataset=_dataset(len(cast(Any, samples)), pair),
             processing_class=_tokenizer(),
@@ -64,6 +71,10 @@ def dpo_trainer(
             peft_config=module.peft_config["default"] if adapted else None,
         )
     return _as_stored(trainer, plan)
+
+
+def _as_it_is(_: Any, dataset: Any, *__: Any) -> Any:
+    return dataset
 
 
 def grpo_trainer(
