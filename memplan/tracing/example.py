@@ -36,7 +36,8 @@ class Example:
     `point` is the example's batch and length. `by_trainer`: the loss is taken of the output outside
     autocast, and held beside what the backward pass starts from, as transformers' Trainer does it.
     `is_of_one_size`: other things happen at other batches and lengths, so that it is traced at its own.
-    `before`: runs the module ahead of its forward pass, given the same inputs, which then keep their types.
+    `before`: runs the module ahead of its forward pass, given the same inputs. `casts_inputs`: floats among
+    these are cast to the type of the weights.
     """
 
     module: nn.Module
@@ -49,6 +50,7 @@ class Example:
     by_trainer: bool = False
     is_of_one_size: bool = False
     before: Callable[..., None] | None = None
+    casts_inputs: bool = True
 
     @property
     def has_sequence(self) -> bool:

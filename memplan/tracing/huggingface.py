@@ -144,10 +144,12 @@ def _example(module: Any, inputs: "Inputs", called: Mapping[str, Any] | None) ->
         return checked_example(module, inputs)
     scoring = Scoring(*called["scoring"]) if "scoring" in called else None
     by = ByTrainer(**{**called, "scoring": scoring})
+    if scoring:
+        inputs = {name: one[:1, :1].repeat(scoring[:2]) for name, one in inputs.items()}
     inputs, before = as_trainer_calls(module, by, inputs)
     example = checked_example(module, inputs, loss_by_trainer(by))
-    example = replace(example, by_trainer=True, before=before)
-    return replace(example.at(scoring[:2]), is_of_one_size=True) if scoring else example
+    example = replace(example, by_trainer=True, before=before, casts_inputs=by.casts_inputs)
+    return replace(example, is_of_one_size=scoring is not None)
 
 
 def _of_products(precisions: Sequence[str]) -> torch.dtype:

@@ -630,7 +630,7 @@ class _Tracer:
         """The passes; the loss is multiplied by the `scale` of a loss scaler, if there is one."""
         before = self.example.before
         with torch.autocast(self.device.type, getattr(torch, autocast)) if autocast else nullcontext():
-            inputs = _cast(inputs, weights) if before is None else inputs
+            inputs = _cast(inputs, weights) if self.example.casts_inputs else inputs
             recorder.section = Section("forward", 0)
             if before is not None:
                 before(**inputs)
