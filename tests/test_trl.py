@@ -100,6 +100,16 @@ def test_beside_adapters_the_reference_is_the_model_without_them():
     assert 1.95 < twice / once < 2  # two forward passes, of which one has no adapters
 
 
+def test_a_reference_that_is_computed_ahead_is_in_no_step():
+    """A step is the trained model's, and the batch has a number for each of both sequences of a pair."""
+    alone = estimated(micro_batch=4)
+    ahead = estimated(**DPO | {"micro_batch": 4, "precompute_ref_log_probs": True})
+    assert ahead.peak.weights_bytes == alone.peak.weights_bytes
+    ledger = ahead.ledger()
+    given = ledger[ledger["name"].str.match("ref_(chosen|rejected)_logps")]
+    assert list(given["shape"]) == [(2,)] * 2
+
+
 def test_metrics_of_pairs_are_gathered_and_a_reference_has_no_buffers_to_broadcast():
     found = estimated(**DPO | {"micro_batch": 4, "dp": 2})
     sizes = {"entropy and logits": (3, 4), "numbers of tokens": (6, 8), "rewards": (6, 4 * 2)}
@@ -184,6 +194,11 @@ def test_metrics_of_completions_and_of_their_generation():
         ({"max_completion_length": 512}, PlanRefused, "max_completion_length=256"),
         ({"micro_batch": 1}, PlanRefused, "global_batch=1: .*compared with each other"),
         ({"trainer": "sft"}, PlanRefused, "max_completion_length=128 is of TRL's GRPOTrainer"),
+        (
+            {"precompute_ref_log_probs": True},
+            PlanRefused,
+            "precompute_ref_log_probs=True is of TRL's DPOTrainer",
+        ),
         ({"vllm_mode": "colocate"}, MemplanError, "vllm_gpu_memory_utilization of the GPU"),
         ({"num_iterations": 4}, MemplanError, "completions of several steps"),
         ({"loss_type": "grpo"}, MemplanError, "loss_type is 'dapo'"),

@@ -65,6 +65,8 @@ class Transformers(Launcher):
             yield "The weights are in bfloat16 only if your script loads the model with dtype=torch.bfloat16."
         if (trainer := plan_dict(plan)["trainer"]) in CONFIGS:
             wants = f"max_length={plan.seq_len}"
+            if plan_dict(plan)["precompute_ref_log_probs"]:
+                wants += " and precompute_ref_log_probs=True"
             if trainer == "grpo":
                 n, held = (plan_dict(plan)[name] for name in ("max_completion_length", "ref_model"))
                 server = f"use_vllm=True, vllm_mode='server', {'a beta above 0' if held else 'beta=0.0'}"

@@ -149,7 +149,7 @@ def _example(module: Any, inputs: "Inputs", called: Mapping[str, Any] | None) ->
     inputs, before = as_trainer_calls(module, by, inputs)
     example = checked_example(module, inputs, loss_by_trainer(by))
     example = replace(example, by_trainer=True, before=before, casts_inputs=by.casts_inputs)
-    return replace(example, is_of_one_size=scoring is not None)
+    return replace(example.at(scoring[:2]), is_of_one_size=True) if scoring else example
 
 
 def _of_products(precisions: Sequence[str]) -> torch.dtype:
