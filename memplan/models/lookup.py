@@ -153,6 +153,7 @@ def divided(
         values |= {FLOAT8: float8}
     if gathers_float8:
         values |= {FLOAT8_ALL_GATHER: True}
+        precision = "bf16"  # as FSDP2 hands weights over; nothing is under autocast
     if sequence_parallel and of_module:
         values |= {SEQUENCE_PARALLEL: True}
     if called is not None:
