@@ -54,13 +54,13 @@ class Scores(NamedTuple):
 OF_SFT: Final = ("entropy", "is_top1")
 OF_DPO: Final = ("entropy", "mean_logits", "is_top1")
 OF_GRPO: Final = ("entropy",)
+"""What a trainer asks for beside the log-probabilities of tokens; of the reference it is nothing."""
 
 AHEAD: Final = ("ref_chosen_logps", "ref_rejected_logps")
 """The reference's log-probabilities of pairs, where they were computed before training."""
 
 Refer = Callable[[], tuple[Any, Sequence[Tensor]]]
 """Returns what is held meanwhile, and the reference's log-probabilities of chosen and rejected sequences."""
-"""What a trainer asks for beside the log-probabilities of tokens; of the reference it is nothing."""
 
 
 def with_scores(module: Any, by: ByTrainer) -> Callable[..., tuple[Scores, Tensor, Tensor]]:
@@ -182,7 +182,7 @@ Scorer = Callable[[Tensor, Tensor, Tensor, tuple[str, ...]], Scores]
 
 
 def _scorers(module: Any, by: ByTrainer) -> tuple[Scorer, Scorer, Callable[[], Any]]:
-    """The scorer of a module, the scorer of its reference, and the block in which the latter runs.
+    """Returns a module's scorer, its reference's scorer, and what makes the context that the second runs in.
 
     The module gets a frozen copy as a part, unless its adapters are turned off.
     """

@@ -57,10 +57,10 @@ class Float8Cast:
     def _cast(self) -> Iterator[Event]:
         """The shard times its scale in float32, the same clamped to float8's range, and its cast."""
         names = f"{self.name} (widened)", f"{self.name} (scaled)", f"{self.name} (clamped)"
-        widened, scaled, saturated = (buffer_of(name, self.shape, FP32) for name in names)
+        widened, scaled, clamped = (buffer_of(name, self.shape, FP32) for name in names)
         casts = [widened] * (self.stored != FP32)
-        yield from (*allocs(*casts, scaled), *frees(*casts), *allocs(saturated, self.data))
-        yield from frees(saturated, scaled)
+        yield from (*allocs(*casts, scaled), *frees(*casts), *allocs(clamped, self.data))
+        yield from frees(clamped, scaled)
 
 
 def precomputed_scales(parts: Iterable[tuple[Sequence[Parameter], int]]) -> Buffer:
