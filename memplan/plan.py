@@ -328,6 +328,14 @@ class Plan:
         others = tuple([(axis, found.pop(axis)) for axis in list(found) if axis not in AXES.own])
         return Rank(**found, others=others)
 
+    def place_among_shards(self, rank: Rank) -> int:
+        """The place of a rank in its `shard_group`.
+
+        >>> Plan(dp=2, cp=4, global_batch=2).place_among_shards(Rank(dp=1, cp=2))
+        6
+        """
+        return rank.dp * self.cp + rank.cp
+
 
 FIELDS: Final[dict[str, Field]] = described_fields(Plan)
 """The description of each field of a plan, by name."""

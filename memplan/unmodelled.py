@@ -30,9 +30,9 @@ class NotModelled(NamedTuple):
 
 ROWS: Final = (
     NotModelled(
-        "sequence parallelism by all-to-all (Ulysses)",
+        "sequence parallelism by all-to-all (Ulysses) without DeepSpeed",
         "would divide each sequence over ranks, and heads within attention, by all-to-alls before and after",
-        "use cp, which divides sequences by ring attention",
+        "use cp, which engine='deepspeed' plays as Ulysses and engine='torch' as ring attention",
         keywords="ulysses ulysses_size sp_size ulysses_sequence_parallel_size",
     ),
     NotModelled(
@@ -273,7 +273,7 @@ def not_modelled_list() -> Iterator[str]:
     """What is not modelled yet as lines of Markdown, each with the names that it is known by.
 
     >>> print(next(not_modelled_list()))  # doctest: +NORMALIZE_WHITESPACE, +ELLIPSIS
-    - **Sequence parallelism by all-to-all (Ulysses)** (`--ulysses`, ...) would divide each sequence ...
+    - **Sequence parallelism by all-to-all (Ulysses) without DeepSpeed** (`--ulysses`, ...) would divide ...
     """
     for row in ROWS:
         names = [f"--{name.replace('_', '-')}" for name in row.keywords.split()]

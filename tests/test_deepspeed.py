@@ -212,6 +212,60 @@ def test_what_zero_3_releases_is_decided_once():
     assert gathered == [(716, 9_110_604_800)]  # as DeepSpeed's run without a GPU has it
 
 
+OF_ULYSSES: dict[str, Any] = {
+    "engine": "deepspeed",
+    "implementation": "huggingface",
+    "cluster": "8xh100-sxm",
+    "seq_len": 8192,
+    "cp": 2,
+}
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_ulysses_divides_sequences_over_ranks_and_heads_in_attention(zero):
+    precision = "fp16-mixed" if zero == 2 else "bf16-mixed"
+    asked = {**OF_ULYSSES, "zero": zero, "precision": precision, "recompute": "full"}
+    found = memplan.estimate("qwen2.5-0.5b", **asked)
+    check_laws(found)
+    blocks, heads, passes = 24, 14 + 2 + 2 + 14, 3  # queries, keys, values, output; forward, again, backward
+    exchanged = [one for one in found.collectives if one.kind == "all_to_all"]
+    assert {one.axis for one in exchanged} == {"cp"}
+    assert sum(one.calls for one in exchanged) == blocks * 4 * passes
+    assert sum(one.payload_bytes for one in exchanged) == passes * blocks * heads * 64 * 8192 // 2 * 2
+    kind = "reduce_scatter" if zero == 3 else "all_reduce"
+    reduced = [one for one in found.collectives if (one.kind, one.axis) == (kind, "dp x cp")]
+    assert sum(one.payload_bytes for one in reduced) >= 4 * found.n_parameters  # in float32
+
+
+def test_zero_0_masks_all_gradients_on_the_last_ranks_of_a_sequence():
+    found = memplan.estimate("qwen2.5-0.5b", **OF_ULYSSES | {"seq_len": 1024}, zero=0)
+    first = rank_estimate(found.model, found.plan, found.plan.place(0), H100)
+    assert found.peak.total_bytes - first.peak.total_bytes > found.n_parameters
+
+
+REFUSED_OF_ULYSSES: list[tuple[dict[str, Any], str]] = [
+    ({"recompute": "selective"}, "cp=2 with recompute='selective'"),
+    ({"zero": 3, "zero_hpz_partition_size": 2}, "cp=2 with zero_hpz_partition_size"),
+    ({"seq_len": 8191}, "batch's seqlen=8191 isn't divisible by sp-size=2"),
+    ({"cp": 4}, "cp=4: DeepSpeed's Ulysses does not divide the 14 heads of queries and 2 of keys"),
+    ({"device": "cpu", "cluster": None, "dp": 2}, "cp=2: DeepSpeed's Ulysses has rules on GPUs only"),
+]
+
+
+@pytest.mark.parametrize("options,said", REFUSED_OF_ULYSSES, ids=[said for _, said in REFUSED_OF_ULYSSES])
+def test_what_ulysses_does_not_divide_is_refused_with_a_way_out(options, said):
+    with pytest.raises(MemplanError, match=rf"^{re.escape(said)}.*; use"):
+        memplan.estimate("qwen2.5-0.5b", **{**OF_ULYSSES, "zero": 2, "precision": "fp16-mixed", **options})
+
+
+def test_ulysses_is_around_modules_of_transformers():
+    with pytest.raises(MissingRule, match="is no module of transformers"):
+        memplan.estimate("llama-3-8b", **OF_ULYSSES | {"implementation": "reference"}, zero=1)
+    asked = {name: value for name, value in OF_ULYSSES.items() if name != "implementation"}
+    chosen = memplan.search("qwen2.5-0.5b", **asked | {"cp": (1, 2)}, zero=0, global_batch=8, micro_batch=1)
+    assert {*chosen["cp"]} == {1, 2}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
     ({"zero": 3, "zero_hpz_partition_size": 3}, "zero_hpz_partition_size=3 does not divide dp=4"),

@@ -1,4 +1,4 @@
-"""Writes traces that records on file need (adapters, ZeRO-3, compiled): `python -m validate.adapted`.
+"""Writes traces that records on file need (adapters, DeepSpeed, compiled): `python -m validate.adapted`.
 
 `anew`: also those that are on file.
 
@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from memplan import TracedModel
 from memplan.engines.torch.options import compiled_blocks, torch_options
-from memplan.models.recording import ZERO3
+from memplan.models.recording import ULYSSES, ZERO3
 from memplan.tracing import cache
 from memplan.tracing.cache import Request
 from validate.cases import TRACES, Case, option, packed_trace
@@ -28,8 +28,8 @@ from validate.traces import write_packed
 ADAPTED: Final = TRACES / "adapters"
 """The traces of models with adapters, compressed."""
 
-OF_ZERO3: Final = TRACES / "zero3"
-"""The traces of models under DeepSpeed's ZeRO-3, compressed."""
+OF_DEEPSPEED: Final = TRACES / "deepspeed"
+"""The traces of models under DeepSpeed's ZeRO-3, and over the ranks of its Ulysses, compressed."""
 
 COMPILED: Final = TRACES / "compiled"
 """The traces of models with compiled blocks, compressed."""
@@ -52,8 +52,8 @@ def path_of(asked: Request) -> Path:
     """Where the trace is, if it is on file."""
     follows_from = asked[:-1] if asked.compiles is None else asked
     key = hashlib.sha256(json.dumps(follows_from).encode()).hexdigest()[:16]
-    of_zero3 = OF_ZERO3 if ZERO3 in json.loads(asked.text) else ADAPTED
-    return (COMPILED if asked.compiles else of_zero3) / f"{asked.name}.{key}.json.xz"
+    others = OF_DEEPSPEED if {ZERO3, ULYSSES} & json.loads(asked.text).keys() else ADAPTED
+    return (COMPILED if asked.compiles else others) / f"{asked.name}.{key}.json.xz"
 
 
 def main(anew: bool) -> None:
@@ -85,7 +85,7 @@ def main(anew: bool) -> None:
             traced_anew = by_litgpt(row) or compiles(row)
             if traced_anew and not any(holds(row) for _, holds in INEXPRESSIBLE):
                 comparable_estimate(row)
-    for path in {*ADAPTED.glob("*.xz"), *OF_ZERO3.glob("*.xz"), *COMPILED.glob("*.xz")} - needed:
+    for path in {*ADAPTED.glob("*.xz"), *OF_DEEPSPEED.glob("*.xz"), *COMPILED.glob("*.xz")} - needed:
         path.unlink()
 
 

@@ -44,6 +44,7 @@ COUNTED: dict[str, tuple[str, str]] = {
     "_c10d_functional::broadcast_": ("broadcast", "input"),
     "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
     "_dtensor::shard_dim_alltoall": ("all_to_all", "input"),
+    "deepspeed::dim_zero_all_to_all": ("all_to_all", "input"),
 }
 """Operator to (kind, the argument whose bytes are the payload): the full tensor of a gather or a scatter."""
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
-from memplan.device import Device
+from memplan.device import Device, DeviceType
 from memplan.errors import ContradictoryEstimate, MissingRule, PlanRefused
 from memplan.hardware import gpu
 from memplan.memory import Alive, alive_at_high, n_bytes_of
 from memplan.mesh import AXES, VIEWS, Group, axis_names
-from memplan.models import Model
+from memplan.models import Model, divided
 from memplan.optimizers import COMMON
 from memplan.plan import Plan, Rank
 from memplan.record import CollectiveKind, Compute, Stretch
@@ -302,6 +302,14 @@ class Engine(ABC):
     def built(self, model: Model) -> Model:
         """The model as the framework builds it, of which `part_costs` says the costs."""
         return model
+
+    def divided(self, model: Model, plan: Plan, mesh: Mapping[Group, int], device: DeviceType) -> Model:
+        """The model as one rank of a mesh trains it under a plan.
+
+        Raises:
+            MemplanError: its framework has no plan for this mesh.
+        """
+        return divided(model, mesh, device, plan.precision)
 
     def part_costs(self, model: Model, plan: Plan, device: Device) -> PartCosts:
         """The costs of the model's parts for one micro-batch of a plan with one replica and one stage."""

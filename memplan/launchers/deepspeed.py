@@ -100,6 +100,12 @@ class DeepSpeedLauncher(Launcher):
         yield "The learning rate is DeepSpeed's default unless optimizer.params.lr says another."
         if job.estimate.plan.recompute != "none":
             yield "Recomputation is the training script's: it checkpoints the model's blocks."
+        if (cp := job.estimate.plan.cp) > 1:
+            yield (
+                "Sequences are divided by the training script: before initialize it calls "
+                "UlyssesSPAttentionHF.register_with_transformers, or it uses Accelerate's ParallelismConfig, "
+                f"with sp_size={cp}."
+            )
 
     def text(self, job: Job, notes: tuple[str, ...]) -> str:
         plan = job.estimate.plan

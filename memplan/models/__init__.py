@@ -2,7 +2,7 @@
 
 from memplan.models.base import Decoder, Layers, Model, model_dict, not_adapted, not_divided_so
 from memplan.models.families import Family, implemented
-from memplan.models.lookup import divided, is_of_transformers, model_from_config, resolve, under_zero3
+from memplan.models.lookup import divided, is_of_transformers, model_from_config, resolve, under_deepspeed
 from memplan.models.parameters import (
     counted_weights,
     end_modules,
@@ -38,5 +38,5 @@ __all__ = [
     "preset_names",
     "preset_source",
     "resolve",
-    "under_zero3",
+    "under_deepspeed",
 ]

@@ -18,7 +18,7 @@ from memplan.errors import (
     unknown_name,
 )
 from memplan.files import of_file
-from memplan.mesh import Group
+from memplan.mesh import Group, with_several
 from memplan.models.base import Model, not_adapted, not_divided_so
 from memplan.models.config import Config, WithoutRule, config_file, model_name, read_config
 from memplan.models.families import FAMILIES, implementations_of, implemented
@@ -31,6 +31,7 @@ from memplan.models.recording import (
     SEQUENCE_PARALLEL,
     TORCHTITAN,
     TRAINER,
+    ULYSSES,
     ZERO3,
     ByTrainer,
     Compiles,
@@ -56,9 +57,13 @@ class Tracing(NamedTuple):
 
 
 def is_of_transformers(asked: Mapping[str, Any]) -> bool:
-    """Whether keywords ask for what only transformers' models have: adapters, Liger's loss, the Trainer."""
+    """Whether keywords ask for what only transformers' models have.
+
+    These are adapters, Liger's loss, the Trainer, and sequences that DeepSpeed divides.
+    """
     others = any(asked.get(name, "none") != "none" for name in ("liger_kernel", "trainer"))
-    return asked.get("lora_rank") is not None or others
+    ulysses = asked.get("engine") == "deepspeed" and asked.get("cp", 1) != 1
+    return asked.get("lora_rank") is not None or others or ulysses
 
 
 def resolve(
@@ -190,15 +195,20 @@ def _other_code(model: Model) -> str:
     return f"use implementation={OF_PEFT!r}, or" if found else "use"
 
 
-def under_zero3(model: Model, device: DeviceType, precision: str) -> Model:
-    """The model as DeepSpeed's ZeRO-3 runs it: itself, if its operations are known by module.
+def under_deepspeed(model: Model, device: DeviceType, precision: str, *, zero3: bool, cp: int) -> Model:
+    """The model as DeepSpeed runs it, under ZeRO-3 or not, over context-parallel ranks: itself, if known so.
 
-    Else its module is traced for this precision, as by `divided`.
+    Else its module is traced for this precision, as by `divided`: with the hooks of ZeRO-3 where its
+    operations are not known by module, and with the all-to-alls of Ulysses over several ranks.
 
     Raises:
-        MissingRule: of a trace that was not made for ZeRO-3.
+        MissingRule: it was not traced so, and no config.json says how to.
     """
-    if model.implementation in HOOKED or (isinstance(model, TracedModel) and model.is_zero3):
+    mesh = with_several(cp=cp)
+    asked = zero3, cp > 1, mesh
+    if isinstance(model, TracedModel) and asked == (model.is_zero3, model.is_ulysses, model.mesh):
+        return model
+    if cp == 1 and (not zero3 or model.implementation in HOOKED):
         return model
     values = model.config_values()
     if values is None:
@@ -207,9 +217,10 @@ def under_zero3(model: Model, device: DeviceType, precision: str) -> Model:
             "trace it with memplan.trace(..., zero3=True).",
             kind="DeepSpeed's ZeRO-3 of a model that was not traced for it",
         )
+    values |= ({ZERO3: True} if zero3 else {}) | ({ULYSSES: True} if mesh else {})
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
-    return traced_from_config(Config(values | {ZERO3: True}), model.name, device, (precision,), cache=True)
+    return traced_from_config(Config(values), model.name, device, (precision,), cache=True, mesh=mesh)
 
 
 HOOKED: Final = ("reference", "torchtitan")

@@ -108,6 +108,9 @@ class ByTrainer(NamedTuple):
 ROTATES: Final = ("allgather", "alltoall")
 """How `context_parallel` hands keys and values around: the two rotations that are traced."""
 
+ULYSSES: Final = "ulysses"
+"""What DeepSpeed's ranks have instead of a rotation: they exchange heads. Also a Config's key for a trace."""
+
 PARTS: Final = (
     "inputs", "embed", "entry", "block", "head", "loss",
     "embed_casts", "entry_casts", "block_casts", "head_casts",
@@ -241,7 +244,7 @@ class Variant(NamedTuple):
     of FSDP2 beside its root change that ("": not at all). A unit casts floats that it is called with to the
     weights' type ("block"); outside a unit its weights are float32 ("block+ends"). These are only recorded
     where something else happens. The unit "module" is ZeRO-3's. `rotate`: how ring attention hands keys and
-    values around ("": there is no ring); `cp_rank`: the place of the recorded rank in the ring.
+    values around ("": there is no ring), or "ulysses"; `cp_rank`: the place of the recorded rank in the ring.
     """
 
     weights: str

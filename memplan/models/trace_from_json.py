@@ -24,6 +24,7 @@ from memplan.models.recording import (
     PARTS,
     PHASES,
     ROTATES,
+    ULYSSES,
     UNITS,
     Computation,
     Cut,
@@ -177,7 +178,7 @@ def _model(data: Any) -> TracedModel:
 
 def _mesh(of: "_Reader") -> dict[Group, int]:
     """The ranks along each axis; none before the fourth format."""
-    mesh = of("mesh", dict) if of.data["format"] == FORMATS[3] else {}
+    mesh = of("mesh", dict) if of.data["format"] in FORMATS[3:] and "mesh" in of.data else {}
     return {checked_group(axis): checked_count(axis, n, least=2) for axis, n in mesh.items()}
 
 
@@ -304,7 +305,7 @@ def _variant(value: list[Any]) -> Variant:
         _dtype(autocast)
     checked_choice("recompute", recompute, OF_COMPILED)
     checked_choice("units", units, (*UNITS, MODULE))
-    checked_choice("rotate", rotate, ("", *ROTATES))
+    checked_choice("rotate", rotate, ("", *ROTATES, ULYSSES))
     return Variant(
         weights, autocast, recompute, alone, units, rotate, checked_count("cp_rank", cp_rank, least=0)
     )

@@ -20,6 +20,7 @@ from memplan.models.recording import (
     EXPERTS,
     MIXTURE,
     MODULE,
+    ULYSSES,
     UNITS,
     Recording,
     TracedKind,
@@ -189,6 +190,11 @@ class TracedModel(Model):
     def is_zero3(self) -> bool:
         """Whether it was traced for DeepSpeed's ZeRO-3."""
         return any(variant.units == MODULE for variant in self.recordings)
+
+    @property
+    def is_ulysses(self) -> bool:
+        """Whether it was traced over the sequence-parallel ranks of DeepSpeed's Ulysses."""
+        return any(variant.rotate == ULYSSES for variant in self.recordings)
 
     @property
     def integer_dtypes(self) -> tuple[str, ...]:

@@ -219,7 +219,7 @@ class WholeStage(ModelStage):
         plan = self.plan
         return OpContext(
             device=self.device, backend=self.backend, weight_dtype=self.dtype, micro_batch=plan.micro_batch,
-            seq_len=plan.seq_len, loss_chunks=plan.loss_chunks,
+            seq_len=plan.local_seq_len, loss_chunks=plan.loss_chunks,
         )  # fmt: skip
 
     @cached_property
@@ -261,7 +261,8 @@ class WholeStage(ModelStage):
     @cached_property
     def inputs(self) -> list[Buffer]:
         """The step's tokens and targets."""
-        return list(self.model.inputs(self.plan.n_micro_batches * self.plan.micro_batch, self.plan.seq_len))
+        batch = self.plan.n_micro_batches * self.plan.micro_batch
+        return list(self.model.inputs(batch, self.plan.local_seq_len))
 
     @property
     def held(self) -> list[Buffer]:

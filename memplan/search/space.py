@@ -16,7 +16,7 @@ from memplan.engines.base import ENGINES
 from memplan.engines.checks import check_plan
 from memplan.errors import MemplanError, PlanRefused, divisors_text, kind_of
 from memplan.mesh import AXES, DIVIDING, VIEWED, VIEWS, Mesh, axis_names, degrees_text, with_several
-from memplan.models import Model, divided
+from memplan.models import Model
 from memplan.plan import RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
 from memplan.search.plans import Column, Grid, number_of, with_ranks
@@ -153,17 +153,16 @@ class Space:
         None where the engine builds the model itself, or refuses it: its own rules say so of each plan.
         """
         try:
-            built = ENGINES.named(self.base.engine).built(self.model)
+            if (engine := ENGINES.named(self.base.engine)).built(self.model).divides_itself:
+                return {}
         except MemplanError:
-            return {}
-        if built.divides_itself:
             return {}
         sizes, found = self.model.sizes_over_tp.values(), {}
         meshes = {_divided_by(mesh): mesh for mesh in self._meshes(self._within_node())}
         for degrees, mesh in meshes.items():
             if not any(size % mesh.sizes["tp"] for size in sizes):
                 try:
-                    divided(self.model, mesh.dividing, self.device, self.base.precision)
+                    engine.divided(self.model, self.base, mesh.dividing, self.device)
                 except MemplanError as error:
                     found[degrees] = str(error)
         return found

@@ -149,11 +149,13 @@ def setting(get: Callable[[], Any], put: Callable[[Any], object], value: Any) ->
 def without_remarks() -> Iterator[None]:
     """A block in which nobody is told what other packages' imports say.
 
-    transformers warns of progress bars in notebooks, torchao of C++ extensions that nothing here calls.
+    transformers warns of progress bars in notebooks, torchao of C++ extensions that nothing here calls,
+    PyTorch of collectives that transformers and DeepSpeed call.
     """
     quiet = setting(lambda: logging.root.manager.disable, logging.disable, logging.WARNING)
     with warnings.catch_warnings(), quiet:
         warnings.filterwarnings("ignore", message="IProgress not found")
+        warnings.filterwarnings("ignore", message=".* is deprecated", category=FutureWarning)
         yield
 
 

@@ -30,7 +30,16 @@ from memplan.errors import (
 from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
-from memplan.models.recording import FLOAT8, FLOAT8_ALL_GATHER, TRAINER, ZERO3, ByTrainer, Compiles, Scoring
+from memplan.models.recording import (
+    FLOAT8,
+    FLOAT8_ALL_GATHER,
+    TRAINER,
+    ULYSSES,
+    ZERO3,
+    ByTrainer,
+    Compiles,
+    Scoring,
+)
 from memplan.models.traced import TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.cache import without_remarks
@@ -40,6 +49,7 @@ from memplan.tracing.example import Example, checked_example
 from memplan.tracing.float8 import with_float8
 from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
 from memplan.tracing.trainer import as_trainer_calls, loss_by_trainer
+from memplan.tracing.ulysses import divided_by_ulysses
 
 LENGTH: Final = 704
 """The sequence length of the example inputs, shorter for a model with a shorter context.
@@ -52,6 +62,9 @@ IMAGE: Final = 224
 
 NOT_READ: Final = ("auto_map", "torch_dtype", "dtype", "attn_implementation", "use_cache")
 """Keys that say where code is, or what a plan says."""
+
+OF_TRACES: Final = (ADAPTERS, ZERO3, ULYSSES, FLOAT8, FLOAT8_ALL_GATHER, TRAINER)
+"""Keys beside a config.json's own that say how its module is traced."""
 
 LENGTHS: Final = (
     "max_position_embeddings",
@@ -95,26 +108,22 @@ def traced_from_config(
     for key in LAYERS:
         checked_count(key, config.value(key, 1), most=MOST_LAYERS)
     task, class_name = _class_of(kind, config.architecture)
-    own = {
-        k: v
-        for k, v in config.values.items()
-        if k not in (*NOT_READ, ADAPTERS, ZERO3, FLOAT8, FLOAT8_ALL_GATHER, TRAINER) and not k.startswith("_")
-    }
     offline = patch.object(import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
     with installed(f"transformers' {class_name}", "huggingface"), without_remarks():
         its_class = getattr(transformers, class_name)
     try:
         with offline, _Unfilled():
-            settings = transformers.CONFIG_MAPPING[kind].from_dict({**own, "use_cache": False})
+            settings = transformers.CONFIG_MAPPING[kind].from_dict(_own_values(config))
             settings.get_text_config().use_cache = False
             module = its_class._from_config(settings)
         if adapters := config.value(ADAPTERS, None):
             module = with_adapters(module, Adapters(**adapters), _of_products(precisions))
         inputs = _inputs_of(task, settings, (mesh or {}).get("cp", 1))
         known = _longest(settings) if "input_ids" in inputs else None
-        example = _example(module, inputs, config.value(TRAINER, None))
-        gathers_float8 = config.value(FLOAT8_ALL_GATHER, False)
-        with_float8(module, config.value(FLOAT8, "none"), all_gather=gathers_float8)
+        example, parallelize = _example(module, inputs, config.value(TRAINER, None)), None
+        if ulysses := config.value(ULYSSES, False):
+            example, parallelize = divided_by_ulysses(module, inputs)
+        with_float8(module, config.value(FLOAT8, "none"), all_gather=config.value(FLOAT8_ALL_GATHER, False))
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         asked = [precision for precision in precisions if precision in RUNS] or USUAL
         return traced(
@@ -126,7 +135,9 @@ def traced_from_config(
             name,
             any_length=True,
             mesh=checked_mesh(mesh or {}),
+            parallelize=parallelize,
             zero3=config.value(ZERO3, False),
+            ulysses=ulysses,
             compiles=compiles,
         )
     except MemplanError:
@@ -136,6 +147,13 @@ def traced_from_config(
             f"fails in transformers {transformers.__version__} ({class_name}: {reason(error)}); use the "
             "model's own config.json."
         ) from error
+
+
+def _own_values(config: Config) -> dict[str, Any]:
+    """What transformers reads of a config.json, for training."""
+    not_read = *NOT_READ, *OF_TRACES, "use_cache"
+    own = {k: v for k, v in config.values.items() if k not in not_read and not k.startswith("_")}
+    return own | {"use_cache": False}
 
 
 def _example(module: Any, inputs: "Inputs", called: Mapping[str, Any] | None) -> Example:

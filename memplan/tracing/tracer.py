@@ -34,6 +34,7 @@ from memplan.models.recording import (
     MODULE,
     RECOMPUTES,
     ROTATES,
+    ULYSSES,
     UNITS,
     Compiles,
     Ends,
@@ -64,6 +65,7 @@ from memplan.tracing.divided import (
 from memplan.tracing.example import Example, Loss, Stack, checked_example, stacks_of, structure_of
 from memplan.tracing.recorder import GIVEN, WEIGHT, Recorder, Section, Unit, Unlike
 from memplan.tracing.shapes import Shapes, dtype_name, tensors
+from memplan.tracing.ulysses import exchanging_heads
 from memplan.tracing.units import OfOneSize, Parts, Point, parts_of, recording_of, shape_of
 from memplan.tracing.values import UnknownValue, known_value, make_known
 from memplan.tracing.zero3 import hooked_module, linears
@@ -214,14 +216,16 @@ def traced(
     parallelize: Parallelize | None = None,
     cp_ranks: Sequence[int] = (0,),
     zero3: bool = False,
+    ulysses: bool = False,
     compiles: Compiles | None = None,
     experts_within: bool = False,
 ) -> TracedModel:
     """The model of an example; where it is for `any_length`, one of the example's own length is refused.
 
-    `mesh`, `parallelize`, `cp_ranks`, `zero3`: as of `trace`, checked. `compiles`: how blocks are compiled;
-    None: they are not. `experts_within`: FSDP2 alone trains the module, and experts are within the units of
-    their blocks, as torchtitan has it; else they are units of their own, and tokens are dealt out to them.
+    `mesh`, `parallelize`, `cp_ranks`, `zero3`: as of `trace`, checked. `ulysses`: context-parallel ranks
+    are DeepSpeed's, which exchange heads. `compiles`: how blocks are compiled; None: they are not.
+    `experts_within`: FSDP2 alone trains the module, and experts are within the units of their blocks, as
+    torchtitan has it; else they are units of their own, and tokens are dealt out to them.
 
     Raises:
         MemplanError: as `trace`.
@@ -245,6 +249,7 @@ def traced(
                 parallelize=parallelize,
                 cp_rank=checked_count("cp_ranks", place, least=0, most=cp - 1),
                 zero3=zero3,
+                ulysses=ulysses,
                 compiles=compiles,
                 experts_within=experts_within,
             )
@@ -268,31 +273,13 @@ def _traced(
     parallelize: Parallelize | None,
     cp_rank: int,
     zero3: bool,
+    ulysses: bool,
     compiles: Compiles | None,
     experts_within: bool,
 ) -> TracedModel:
     """The model of an example as the rank at this place along cp runs it."""
-    if isinstance(precisions, str) or not precisions:
-        raise InvalidValue(
-            f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
-        )
-    runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
-    if compiles or experts_within or _has_hooks(example.module):  # under autocast neither is traced yet
-        runs = dict.fromkeys([run for run in runs if not run[1]])
-    if "cp" in mesh:  # float32 last, as fewer attention kernels take it
-        runs = dict.fromkeys(sorted(runs, key=lambda run: (run[0] == "float32", not run[1])))
-    if zero3:
-        runs = {run: None for run in runs if not run[1] and run[0] != "float32"}
-    if zero3 and not runs:
-        raise InvalidValue(
-            f"precisions={shown_value(precisions)} have no weights in 16 bits, which ZeRO-3 has; use "
-            "'bf16-mixed' or 'fp16-mixed'."
-        )
-    if not runs:
-        raise InvalidValue(
-            f"precisions={shown_value(precisions)} run under autocast, which is not traced of compiled "
-            "blocks and of experts over expert-parallel ranks; use 'bf16-mixed' or 'bf16'."
-        )
+    eager = not (compiles or experts_within or _has_hooks(example.module))
+    runs = _checked_runs(precisions, autocasts=eager, of_deepspeed=zero3 or ulysses, over_cp="cp" in mesh)
     shapes = Shapes(CudaTensors() if (plays_cuda := runs_on == CUDA and not executed) else None)
     why, kind = "", {"any_length": any_length, "zero3": zero3, "experts_within": experts_within}
     with ExitStack() as stack:
@@ -303,18 +290,46 @@ def _traced(
         if mesh:
             divides = parallelize or own_plan(example.module, mesh)
             module, own = stack.enter_context(divided(example.module, mesh, divides, runs_on, cp_rank))
-            context = Context(own["cp"], cp_rank) if "cp" in mesh else None
+            context = Context(own["cp"], cp_rank, ulysses) if "cp" in mesh else None
             ranks = Ranks(mesh, axes_of(own, mesh), played, context)
             example = replace(example, module=module)
         for stacks in stacks_of(example.module, blocks):
             tracer = _Tracer(example, stacks, shapes, runs_on, ranks, compiles, executes=executed, **kind)
             try:
-                recordings, limits = _of_known_kinds(tracer, list(runs))
+                recordings, limits = _of_known_kinds(tracer, runs)
             except Unlike as unlike:
                 why = str(unlike)
                 continue
             return _model(tracer, recordings, limits, name, max_seq_len)
     raise InvalidValue(f"blocks={blocks!r} are no units ({why}); leave blocks out.")
+
+
+def _checked_runs(
+    precisions: Sequence[str], *, autocasts: bool, of_deepspeed: bool, over_cp: bool
+) -> list[tuple[str, str]]:
+    """The runs of these precisions: the types of weights and of autocast, if that is traced."""
+    if isinstance(precisions, str) or not precisions:
+        raise InvalidValue(
+            f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
+        )
+    runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
+    if not autocasts:
+        runs = dict.fromkeys([run for run in runs if not run[1]])
+    if over_cp:  # float32 last, as fewer attention kernels take it
+        runs = dict.fromkeys(sorted(runs, key=lambda run: (run[0] == "float32", not run[1])))
+    if of_deepspeed:
+        runs = {run: None for run in runs if not run[1] and run[0] != "float32"}
+    if of_deepspeed and not runs:
+        raise InvalidValue(
+            f"precisions={shown_value(precisions)} have no weights in 16 bits, which DeepSpeed has; use "
+            "'bf16-mixed' or 'fp16-mixed'."
+        )
+    if not runs:
+        raise InvalidValue(
+            f"precisions={shown_value(precisions)} run under autocast, which is not traced of compiled "
+            "blocks and of experts over expert-parallel ranks; use 'bf16-mixed' or 'bf16'."
+        )
+    return list(runs)
 
 
 def checked_mesh(mesh: Mapping[str, int]) -> dict[Group, int]:
@@ -388,10 +403,19 @@ class _Finer(Exception):
 
 
 class Context(NamedTuple):
-    """The context-parallel ranks, and the place of the one that runs."""
+    """The context-parallel ranks, and the place of the one that runs; `ulysses`: DeepSpeed's."""
 
     ranks: DeviceMesh
     cp_rank: int
+    ulysses: bool
+
+    def dividing(
+        self, module: nn.Module, sequences: Sequence[Tensor], rotate: str
+    ) -> AbstractContextManager[Any]:
+        """A block in which a module runs on its own pieces of these sequences."""
+        if self.ulysses:
+            return exchanging_heads(module, self.ranks)
+        return divided_sequences(self.ranks, sequences, rotate)
 
 
 class Ranks(NamedTuple):
@@ -408,12 +432,19 @@ class Ranks(NamedTuple):
     @property
     def rotates(self) -> tuple[str, ...]:
         """The ways of handing keys and values around."""
-        return ROTATES if self.context else ("",)
+        if self.context is None:
+            return ("",)
+        return (ULYSSES,) if self.context.ulysses else ROTATES
 
     @property
     def cp(self) -> int:
         """The ranks that divide a sequence."""
         return self.mesh.get("cp", 1)
+
+    @property
+    def n_given(self) -> int:
+        """How many ranks' pieces of a sequence each is given: all, or its own by DeepSpeed's data loader."""
+        return self.cp if self.rotates == ROTATES else 1
 
 
 class _Tracer:
@@ -586,8 +617,8 @@ class _Tracer:
                     if self.ranks.context:
                         if self.device == CUDA:
                             stack.enter_context(chosen_for_dtensors())
-                        ranks = self.ranks.context.ranks
-                        stack.enter_context(divided_sequences(ranks, sequences, variant.rotate))
+                        context = self.ranks.context.dividing(self.example.module, sequences, variant.rotate)
+                        stack.enter_context(context)
                     self._step(recorder, inputs, targets, scale, weights, autocast)
                 except NEEDS_VALUES as error:
                     raise _depends_on_values(recorder, error) from error
@@ -680,7 +711,7 @@ class _Tracer:
         leaves, sequences = [], []
         batch, length = point
         for leaf in self.example.leaves:
-            made = self.example.resized(leaf, (batch, length * self.ranks.cp))
+            made = self.example.resized(leaf, (batch, length * self.ranks.n_given))
             leaves.append(_given(made, recorder) if isinstance(made, Tensor) else made)
             if leaf.has_sequence:
                 sequences.append(leaves[-1])
@@ -1207,13 +1238,14 @@ def _of_one_length(tracer: _Tracer) -> MissingRule:
 
 def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Variant]:
     """How the module is run; under other units of FSDP2 where these change the run before."""
-    if tracer.zero3:
-        for (weights, _), again in product(runs, RECOMPUTES if tracer.stacks else RECOMPUTES[:1]):
-            yield Variant(weights, "", again, alone=False, units=MODULE)
+    recomputes: Sequence[str] = RECOMPUTES if tracer.stacks else RECOMPUTES[:1]
+    if tracer.zero3 or tracer.ranks.rotates == (ULYSSES,):
+        plain = Variant("", "", "none", alone=False, units=MODULE if tracer.zero3 else "")
+        for (weights, _), again, rotate in product(runs, recomputes, tracer.ranks.rotates):
+            yield plain._replace(weights=weights, recompute=again, rotate=rotate)
         return
     for weights, autocast in runs:
         units = UNITS[1:] if tracer.stacks and not autocast and weights != "float32" else ()
-        recomputes: Sequence[str] = RECOMPUTES if tracer.stacks else RECOMPUTES[:1]
         if tracer.compiles:
             recomputes = tracer.compiles.recomputes
         for again, rotate in product(recomputes, tracer.ranks.rotates):

@@ -415,11 +415,33 @@ DEEPSPEED_OF_TRANSFORMERS: Final[tuple[tuple[Model, dict[str, Any], int], ...]] 
 )
 """One rank of 7 to 256, with transformers' own modules whole; two of the models have tied ends."""
 
+ULYSSES: Final[tuple[tuple[Model, dict[str, Any], int], ...]] = (
+    (LLAMA, {"dp": 2, "cp": 4, "zero": 3, **FULL, "seq_len": 32_768}, 0),
+    (LLAMA, {"dp": 2, "cp": 4, "zero": 3, **FULL, "seq_len": 32_768}, 5),
+    (LLAMA, {"dp": 1, "cp": 8, "zero": 3, **FULL, "seq_len": 131_072}, 7),
+    (LLAMA, {"dp": 8, "cp": 8, "zero": 2, **FULL, "seq_len": 65_536}, 0),
+    (LLAMA, {"dp": 4, "cp": 2, "zero": 1, "seq_len": 8192}, 3),
+    (LLAMA, {"dp": 4, "cp": 4, "zero": 1, **FULL, "seq_len": 16_384, "overlap_comm": True}, 15),
+    (LLAMA, {"dp": 2, "cp": 4, "zero": 3, **FULL, "seq_len": 16_384, "overlap_comm": False}, 2),
+    (
+        QWEN,
+        {"dp": 4, "cp": 8, "zero": 3, **FULL, "seq_len": 65_536, "global_batch": 8, "clip_grad_norm": 1.0},
+        9,
+    ),
+    (QWEN, {"dp": 4, "cp": 16, "zero": 2, **FULL, "seq_len": 32_768, "micro_batch": 2}, 33),
+    (QWEN, {"dp": 32, "cp": 8, "zero": 3, **FULL, "seq_len": 65_536}, 255),
+    (TIED, {"dp": 4, "cp": 2, "zero": 0, "seq_len": 8192}, 0),
+    (TIED, {"dp": 4, "cp": 2, "zero": 0, "seq_len": 4096, "micro_batch": 2, **FULL}, 7),
+    (TIED, {"dp": 8, "cp": 2, "zero": 3, "seq_len": 8192, "offload_optimizer": "cpu"}, 3),
+    (TIED, {"dp": 4, "cp": 2, "zero": 2, "seq_len": 8192, "precision": "fp16-mixed", "global_batch": 8}, 6),
+)
+"""One rank of 8 to 256, whose sequences DeepSpeed's Ulysses divides."""
+
 
 def gpu_deepspeed(gpus: Gpus | None) -> tuple[Case, ...]:
     """One rank of a world under DeepSpeed with stand-ins for the others; as many layers as fit one GPU."""
     own = [case for model, options, ranks in DEEPSPEED for case in _stand_ins(model, options, ranks, gpus)]
-    return *own, *(_of_transformers(*row, gpus) for row in DEEPSPEED_OF_TRANSFORMERS)
+    return *own, *(_of_transformers(*row, gpus) for row in (*DEEPSPEED_OF_TRANSFORMERS, *ULYSSES))
 
 
 def _of_transformers(model: Model, options: dict[str, Any], rank: int, gpus: Gpus | None) -> Case:

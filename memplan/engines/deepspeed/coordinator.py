@@ -10,11 +10,12 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Final, NamedTuple, final
 
-from memplan.engines.deepspeed.options import DeepSpeedOptions
+from memplan.engines.deepspeed.options import deepspeed_options
 from memplan.engines.deepspeed.zero_optimizer import host_copy
 from memplan.mesh import Group, part_of
 from memplan.parts.flat import Slot
 from memplan.passes.module_calls import Containers, Part
+from memplan.plan import Plan
 from memplan.record import COMPUTE, Collective, Event, ModuleHook, RecordEvent, WaitStream, allocs, frees
 from memplan.shapes import Buffer, DType, buffer_of
 
@@ -43,10 +44,10 @@ class PartitionedParameterCoordinator:
     made when the parameter is first released after an update (`has_secondary`), and gathered from then on.
     """
 
-    def __init__(
-        self, options: DeepSpeedOptions, n_ranks: int, dtype: DType, order: Sequence[Sequence[Slot]]
-    ) -> None:
-        self.options, self.n_ranks, self.dtype = options, n_ranks, dtype
+    def __init__(self, plan: Plan, dtype: DType, order: Sequence[Sequence[Slot]]) -> None:
+        self.options, self.dtype = deepspeed_options(plan), dtype
+        self.group, self.n_ranks = plan.shard_group, plan.n_shards
+        options, n_ranks = self.options, self.n_ranks
         self.order = order
         slots = dict.fromkeys(slot for own in order for slot in own)
         self._elements_before = [0, *accumulate([sum([slot.n_elements for slot in own]) for own in order])]
@@ -69,7 +70,7 @@ class PartitionedParameterCoordinator:
             for slot in slots
         }
         n_neighbours = options.zero_hpz_partition_size
-        self.neighbours = "dp" if n_neighbours == n_ranks else part_of("dp", n_neighbours)
+        self.neighbours = self.group if n_neighbours == n_ranks else part_of(self.group, n_neighbours)
         self.secondary = {
             slot: buffer_of(
                 f"{slot.parameter.name} (secondary)",
@@ -140,7 +141,7 @@ class PartitionedParameterCoordinator:
         kept = tuple([slot for slot in slots if slot in self.has_secondary])
         yield from self._all_gather_coalesced(kept, self.neighbours)
         left = tuple([slot for slot in slots if slot not in self.has_secondary])
-        yield from self._all_gather_coalesced(left, "dp")
+        yield from self._all_gather_coalesced(left, self.group)
 
     def _all_gather_coalesced(self, slots: tuple[Slot, ...], axis: Group) -> Iterator[Event]:
         """One all-gather; of a single parameter into its own tensor."""
@@ -168,7 +169,7 @@ class PartitionedParameterCoordinator:
             yield host_copy("weights", copy.n_bytes, stream)
 
     @staticmethod
-    def all_gather(n_bytes: int, axis: Group = "dp") -> Collective:
+    def all_gather(n_bytes: int, axis: Group) -> Collective:
         """An all-gather of weights, on a stream of its own."""
         what = "gather weights"
         return Collective(kind="all_gather", axis=axis, what=what, payload_bytes=n_bytes, stream=ALL_GATHER)
@@ -266,7 +267,7 @@ class PartitionedParameterCoordinator:
         yield WaitStream(ALL_GATHER, COMPUTE)
         for gathered in self.persistent.values():
             yield from allocs(gathered)
-            yield self.all_gather(gathered.n_bytes)
+            yield self.all_gather(gathered.n_bytes, self.group)
         yield from frees(*sent, *[self.secondary[slot] for slot in self.has_secondary])
         self.has_secondary = set()
 

@@ -1,15 +1,17 @@
 """DeepSpeed as an engine: ZeRO-0 to 3 around FusedAdam, in 16 bits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import final
 
-from memplan.device import Device
+from memplan.device import Device, DeviceType
 from memplan.engines.base import Engine, RankRecord
 from memplan.engines.deepspeed.options import DeepSpeedOptions, deepspeed_options
 from memplan.engines.deepspeed.refusals import REFUSALS
 from memplan.engines.deepspeed.runtime import DeepSpeedEngine
 from memplan.engines.deepspeed.stage import DeepSpeedStage
-from memplan.models import Model
+from memplan.errors import MissingRule
+from memplan.mesh import Group
+from memplan.models import Model, under_deepspeed
 from memplan.parts.flat import Partitions, slots_of
 from memplan.plan import Plan, Rank
 from memplan.tape import Backend
@@ -17,10 +19,10 @@ from memplan.tape import Backend
 
 @final
 class DeepSpeed(Engine):
-    """DeepSpeed 0.19's engine over data-parallel ranks."""
+    """DeepSpeed 0.19's engine over data-parallel ranks, and sequence-parallel ones (Ulysses)."""
 
     name = "deepspeed"
-    axes = ("dp",)
+    axes = ("dp", "cp")
     refusals = REFUSALS
     options = DeepSpeedOptions
     confirmed_gpus = ("h100-sxm", "a100-80-sxm")
@@ -28,19 +30,32 @@ class DeepSpeed(Engine):
     def offloads(self, plan: Plan) -> bool:
         return deepspeed_options(plan).offload_optimizer != "none"
 
+    def check_device(self, plan: Plan, device: Device) -> None:
+        if device.on_cpu and plan.cp > 1:
+            raise MissingRule(
+                f"cp={plan.cp}: DeepSpeed's Ulysses has rules on GPUs only; use a cluster, or cp=1.",
+                kind="DeepSpeed's Ulysses on CPU ranks",
+            )
+
     def n_communicators(self, plan: Plan) -> int:
         """One more for the ranks that divide hpZ's copy of the weights."""
         return super().n_communicators(plan) + (deepspeed_options(plan).zero_hpz_partition_size > 1)
+
+    def divided(self, model: Model, plan: Plan, mesh: Mapping[Group, int], device: DeviceType) -> Model:
+        return under_deepspeed(model, device, plan.precision, zero3=plan.zero == 3, cp=mesh.get("cp", 1))
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         """The record of the fullest of three ranks.
 
         ZeRO-1 reduces the first one's gradients first; one has most whole gradients; the last one is padded.
+        Under ZeRO-0 the last one of a sequence masks its gradients.
         """
         stage = DeepSpeedStage(model, plan, device, None)
-        fullest = Partitions(slots_of(stage.trained), plan.dp).fullest_rank() if plan.zero else 0
-        ranks = dict.fromkeys((0, fullest, plan.dp - 1) if plan.zero in (1, 2) else (0,))
-        played = [DeepSpeedEngine(stage, Rank(dp=rank)).record() for rank in ranks]
+        n = plan.n_shards
+        fullest = Partitions(slots_of(stage.trained), n).fullest_rank() if plan.zero else 0
+        places = dict.fromkeys((0, fullest, n - 1) if plan.zero in (1, 2) else (plan.cp - 1,))
+        ranks = [Rank(dp=place // plan.cp, cp=place % plan.cp) for place in places]
+        played = [DeepSpeedEngine(stage, rank).record() for rank in ranks]
         yield max(played, key=lambda record: record.peak_bytes)
 
     def play_rank(

@@ -9,8 +9,8 @@ from typing import Final, final
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, stepped
 from memplan.parts.flat import Slot
-from memplan.record import Event, Stretch, allocs, events, frees
-from memplan.shapes import FP32, buffer_of
+from memplan.record import Collective, Event, Stretch, allocs, events, frees
+from memplan.shapes import BOOL, FP32, INT64, UINT8, buffer_of
 
 ALLREDUCE_ELEMENTS: Final = 500_000_000
 """Elements of gradients after which an all-reduce begins (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
@@ -22,12 +22,15 @@ class FP16Optimizer(Optimizer):
 
     scales_loss = False
 
-    def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot]) -> None:
+    def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot], cp_rank: int) -> None:
         super().__init__(stage, slots)
+        self.cp_rank = cp_rank
         n = slots[-1].end
         self.flat = flat_buffer("fp16_groups_flat", n, stage.dtype, weights=True)
         self.fp32 = [flat_buffer(name, n) for name in ("fp32_groups_flat", "exp_avg", "exp_avg_sq")]
-        self.states = self.flat, *self.fp32
+        mask = buffer_of("flatten_grad_norm_mask_list", (1, 2), INT64)
+        self.made_in_step = [mask] * (cp_rank > 0)
+        self.states = self.flat, *self.fp32, *self.made_in_step
         self.grads = [self.grad(slot) for slot in self.slots]
 
     def setup(self) -> Iterator[Event]:
@@ -56,4 +59,28 @@ class FP16Optimizer(Optimizer):
         wide = [buffer_of("gradient in float32", slot.parameter.shape, FP32) for slot in self.slots]
         flat = buffer_of("flat gradients", self.flat.shape, FP32)
         flattened = (*allocs(*wide, flat), *frees(*wide, *self.grads))
-        return stepped(events("gradients in float32", flattened), after=frees(flat))
+        return stepped(
+            events("overflow flag", self._agreed("overflow flag", UINT8.itemsize)),
+            events("gradients in float32", flattened),
+            events("norm of gradients", (*self._masked(), *self._agreed("norm of gradients", FP32.itemsize))),
+            after=frees(flat),
+        )
+
+    def _agreed(self, what: str, n_bytes: int) -> list[Event]:
+        """An all-reduce over the ranks of a sequence, which DeepSpeed takes for tensor-parallel ones."""
+        one = Collective(kind="all_reduce", axis="cp", what=what, payload_bytes=n_bytes)
+        return [one] * (self.stage.plan.cp > 1)
+
+    def _masked(self) -> Iterator[Event]:
+        """The gradients without what the first of these ranks has too: all.
+
+        Source: `deepspeed.runtime.utils:get_flattened_grad_norm`.
+        """
+        if not self.cp_rank:
+            return
+        n = self.slots[-1].end
+        pairs = buffer_of("cum_sum_pairs", (1, 2), FP32)
+        marks, sums = (buffer_of(name, (n + 1,), FP32) for name in ("mask_tensor", "cumulated mask"))
+        mask, masked = buffer_of("mask", (n + 1,), BOOL), buffer_of("masked gradients", (n,), FP32)
+        yield from (*allocs(pairs, marks, sums, mask), *frees(sums, marks))
+        yield from (*allocs(masked), *frees(masked, mask, pairs))

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Final
 
 from memplan.engines.deepspeed.options import OF_STAGE_3, DeepSpeedOptions, deepspeed_options
-from memplan.engines.refusals import check_modelled, check_positions
-from memplan.errors import PlanRefused
+from memplan.engines.refusals import check_beside, check_modelled, check_positions
+from memplan.errors import MissingRule, PlanRefused
 from memplan.models import Model, TracedModel, ends_are_tied
 from memplan.models.gpt import Gpt
 from memplan.models.llama import Llama
+from memplan.models.lookup import HOOKED
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.plan import Plan
 
@@ -59,7 +60,7 @@ def _check_modelled(model: Model, plan: Plan) -> None:
 
 def _check_options(model: Model, plan: Plan) -> None:
     """Raise for ranks that ZeRO does not divide anything over, and for options of another stage."""
-    if plan.dp == 1:
+    if plan.n_shards == 1:
         raise PlanRefused(
             "dp=1: engine='deepspeed' plays data-parallel ranks; use dp of 2 or more.",
             kind="DeepSpeed on a single rank",
@@ -81,9 +82,41 @@ def _check_options(model: Model, plan: Plan) -> None:
             )
 
 
+def _check_sequences(model: Model, plan: Plan) -> None:
+    """Raise for sequences that do not divide over the ranks of Ulysses, and for hpZ beside it.
+
+    Source: `deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter.refill`.
+    """
+    cp = plan.cp
+    if cp == 1:
+        return
+    if model.config_values() is None or model.implementation in HOOKED:
+        raise MissingRule(
+            f"cp={cp}: {model.name} ({model.code}) is no module of transformers, whose attention DeepSpeed's "
+            "Ulysses exchanges heads around; use implementation='huggingface', a config.json, or cp=1.",
+            kind="DeepSpeed's Ulysses of a model that is none of transformers",
+        )
+    if plan.seq_len % cp:
+        raise PlanRefused(
+            f"batch's seqlen={plan.seq_len} isn't divisible by sp-size={cp}; use "
+            f"seq_len={-(-plan.seq_len // cp) * cp}.",
+            kind="sequences that do not divide over the ranks of Ulysses",
+        )
+    not_modelled = (
+        (plan.recompute == "selective", "recompute='selective'", "recompute='full'"),
+        (
+            deepspeed_options(plan).zero_hpz_partition_size > 1,
+            "zero_hpz_partition_size",
+            "zero_hpz_partition_size=1",
+        ),
+    )
+    check_beside(f"cp={cp}", "cp", "cp=1", not_modelled)
+
+
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_modelled,
     _check_options,
+    _check_sequences,
     check_positions,
 )
 """The checks of a plan, in order."""

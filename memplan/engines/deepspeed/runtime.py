@@ -48,17 +48,17 @@ class DeepSpeedEngine:
         self.forward_parts, self.backward_parts = [*self._forward_parts()], [*self._backward_parts()]
         self.hooks: ModuleHooks | None = None
         self.optimizer: Optimizer
+        place = stage.plan.place_among_shards(rank)
         match stage.plan.zero:
             case 0:
-                self.optimizer = FP16Optimizer(stage, slots)
+                self.optimizer = FP16Optimizer(stage, slots, rank.cp)
             case 3:
                 order = recorded_order([*self.forward_parts, *self.backward_parts])
-                of_ranks = stage.options, stage.plan.dp, stage.dtype
-                coordinator = PartitionedParameterCoordinator(*of_ranks, order)
+                coordinator = PartitionedParameterCoordinator(stage.plan, stage.dtype, order)
                 self.hooks = ModuleHooks(coordinator)
-                self.optimizer = Stage3Optimizer(stage, slots, coordinator, rank.dp)
+                self.optimizer = Stage3Optimizer(stage, slots, coordinator, place)
             case _:
-                self.optimizer = DeepSpeedZeroOptimizer(stage, slots, rank.dp)
+                self.optimizer = DeepSpeedZeroOptimizer(stage, slots, place)
 
     def _forward_parts(self) -> Iterator[Part[Slot]]:
         """The parts of a forward pass in order."""

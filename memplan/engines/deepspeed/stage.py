@@ -8,10 +8,11 @@ from typing import final
 from memplan.device import Device
 from memplan.engines.deepspeed.options import deepspeed_options
 from memplan.memory import Alive
-from memplan.models import Model, under_zero3
+from memplan.models import Model, under_deepspeed
+from memplan.models.recording import ULYSSES
 from memplan.parts.stage import WholeStage
 from memplan.plan import Plan
-from memplan.shapes import INT32, Buffer, buffer_of
+from memplan.shapes import FP32, INT32, Buffer, DType, buffer_of
 from memplan.tape import Backend, OpContext
 
 
@@ -23,13 +24,22 @@ class DeepSpeedStage(WholeStage):
     """
 
     def __init__(self, model: Model, plan: Plan, device: Device, backend: Backend | None) -> None:
-        made = under_zero3(model, device.type, plan.precision) if plan.zero == 3 else model
+        made = under_deepspeed(model, device.type, plan.precision, zero3=plan.zero == 3, cp=plan.cp)
         super().__init__(made, plan, device, backend, plan.formats.compute)
         self.options = deepspeed_options(plan)
 
     @cached_property
     def op_context(self) -> OpContext:
-        return replace(super().op_context, hooks_modules=self.plan.zero == 3)
+        plan = self.plan
+        return replace(super().op_context, hooks_modules=plan.zero == 3, cp=plan.cp, cp_rotate_method=ULYSSES)
+
+    @property
+    def reduced_dtype(self) -> DType:
+        """The type in which gradients are reduced: float32 beside ranks that divide sequences.
+
+        Source: `deepspeed.runtime.config:DeepSpeedConfig.seq_parallel_communication_data_type`.
+        """
+        return FP32 if self.plan.cp > 1 else self.dtype
 
     @cached_property
     def rest(self) -> Alive:

@@ -14,7 +14,6 @@ from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.zero_optimizer import (
     REDUCTION,
     Optimizer,
-    all_reduce,
     flat_buffer,
     host_copy,
     host_record,
@@ -22,7 +21,7 @@ from memplan.engines.deepspeed.zero_optimizer import (
     stepped,
 )
 from memplan.parts.flat import Slot
-from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
+from memplan.record import COMPUTE, Event, Stretch, WaitStream, allocs, events, frees
 from memplan.shapes import BOOL, FP32, FP64, Buffer, buffer_of
 
 GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP64)
@@ -43,7 +42,7 @@ class Stage3Optimizer(Optimizer):
         rank: int,
     ) -> None:
         super().__init__(stage, slots)
-        options, dtype, self.n_ranks = stage.options, stage.dtype, stage.plan.dp
+        options, dtype, self.n_ranks = stage.options, stage.dtype, stage.plan.n_shards
         self.coordinator, self.bucket_size = coordinator, options.reduce_bucket_size
         self.overlaps = overlaps(stage.plan)
         self.parts = [slot.part(self.n_ranks) for slot in slots]
@@ -55,7 +54,7 @@ class Stage3Optimizer(Optimizer):
         self.moments = [[flat_buffer(name, sum(group)) for name in names] for group in self.groups]
         self.has_moments = True
         self.checked = [buffer_of("isinf", *one) for one in (((total,), dtype), ((total,), BOOL), ((), BOOL))]
-        self.ipg_buffer = buffer_of("ipg bucket", (self.bucket_size,), dtype)
+        self.ipg_buffer = buffer_of("ipg bucket", (self.bucket_size,), stage.reduced_dtype)
         self.partitions = buffer_of("grad_partitions_flat_buffer", (total,), dtype, "grads")
         of_optimizer = [*self.masters, *[one for both in self.moments for one in both], TRACKER]
         self.offloads = options.offload_optimizer != "none"
@@ -155,22 +154,31 @@ class Stage3Optimizer(Optimizer):
 
         Source: `deepspeed.runtime.comm.coalesced_collectives:reduce_scatter_coalesced`.
         """
+        own, dtype = self.stage.dtype, self.stage.reduced_dtype
         parts = [slot.part(self.n_ranks) for slot in self.bucket]
-        flat = buffer_of("gradients to reduce", (sum(parts) * self.n_ranks,), self.stage.dtype)
+        flat = buffer_of("gradients to reduce", (sum(parts) * self.n_ranks,), dtype)
         one = len(self.bucket) == 1 and self.bucket[0].n_elements % self.n_ranks == 0
         pads = [slot.part(self.n_ranks) * self.n_ranks - slot.n_elements for slot in self.bucket]
-        padding = [buffer_of("padding", (n,), self.stage.dtype) for n in pads if n]
+        padding = [buffer_of("padding", (n,), dtype) for n in pads if n]
         copies = [] if one else [*padding, flat]
-        self.flattened += copies
+        narrow = list[Buffer]()
+        if dtype != own:
+            large = [slot.n_elements for slot in self.bucket if slot.n_elements > self.bucket_size]
+            wide = [buffer_of("gradient in float32", (n,), dtype) for n in large]
+            narrow = [buffer_of("reduced partition", (n,), own) for n in parts]
+            copies = [*wide, *copies]
+        self.flattened += [*copies, *narrow]
         yield from allocs(*copies)
         yield from [WaitStream(REDUCTION, COMPUTE)] * self.overlaps
-        yield Collective(
-            kind="reduce_scatter", axis="dp", what="reduce gradients",
-            payload_bytes=flat.n_bytes, stream=REDUCTION if self.overlaps else COMPUTE,
-        )  # fmt: skip
+        stream = REDUCTION if self.overlaps else COMPUTE
+        yield self.collective("reduce_scatter", "reduce gradients", flat.n_bytes, stream)
+        held = copies
+        if narrow:
+            yield from (*allocs(*narrow), *frees(*copies))
+            held = narrow
         if self.offloads:
             yield from self._to_host(sorted(self.bucket, key=IN_ORDER))
-        yield from frees(*copies)
+        yield from frees(*held)
         yield from frees(*[self.grad(slot) for slot in self.bucket if slot.n_elements > self.bucket_size])
         self.bucket = []
 
@@ -239,9 +247,9 @@ class Stage3Optimizer(Optimizer):
     def _step_on_host(self) -> Stretch:
         """The norms of groups are added up, and the host's masters are copied into the weights."""
         held, flag = self.coordinator, buffer_of("overflow flag", (), BOOL)
-        check = (*allocs(flag), all_reduce("overflow flag", flag.n_bytes), *frees(flag))
+        check = (*allocs(flag), self.all_reduce("overflow flag", flag.n_bytes), *frees(flag))
         total = buffer_of("norm of a group", (1,), FP32)
-        summed = (*allocs(total), all_reduce("norm of gradients", total.n_bytes), *frees(total))
+        summed = (*allocs(total), self.all_reduce("norm of gradients", total.n_bytes), *frees(total))
         sent = host_copy("updated weights", self.flat.n_bytes)
         checked = check if self.stage.plan.formats.loss_scaled else ()
         freed = frees(*self.norms.values())
@@ -255,14 +263,14 @@ class Stage3Optimizer(Optimizer):
         magnitudes, mask, found = self.checked
         isinf = (*allocs(magnitudes, mask), *frees(magnitudes), *allocs(found), *frees(mask, found))
         isnan = (*allocs(mask, found), *frees(mask, found))
-        return *isinf, *isnan, all_reduce("overflow flag", found.n_bytes)
+        return *isinf, *isnan, self.all_reduce("overflow flag", found.n_bytes)
 
     def _norm(self, norms: Sequence[Buffer]) -> Iterator[Event]:
         """The norm of each partition of a gradient, in float64 (`get_grad_norm_direct`)."""
         of_group, total = norms
         for parts in self.groups:
             yield from norms_of(self.stage, parts)
-            yield all_reduce("norm of gradients", FP64.itemsize)
+            yield self.all_reduce("norm of gradients", FP64.itemsize)
             yield from allocs(of_group)
         yield from (*frees(*[of_group] * (len(self.groups) - 1)), *allocs(total))
 

@@ -12,7 +12,6 @@ from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.zero_optimizer import (
     REDUCTION,
     Optimizer,
-    all_reduce,
     flat_buffer,
     host_copy,
     host_record,
@@ -20,7 +19,7 @@ from memplan.engines.deepspeed.zero_optimizer import (
     stepped,
 )
 from memplan.parts.flat import Partitions, Slot
-from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, events, frees
+from memplan.record import COMPUTE, Event, Stretch, WaitStream, allocs, events, frees
 from memplan.shapes import FP32, FP64, UINT8, Buffer, buffer_of
 
 GLOBAL_NORM: Final = buffer_of("_global_grad_norm", (), FP32)
@@ -43,7 +42,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
     def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot], rank: int) -> None:
         super().__init__(stage, slots)
         options, plan, dtype = stage.options, stage.plan, stage.dtype
-        self.partitions = Partitions(slots, plan.dp)
+        self.partitions = Partitions(slots, plan.n_shards)
         self.partition_gradients, self.overlaps = plan.zero == 2, overlaps(plan)
         self.bucket_size = options.reduce_bucket_size
         self.stream = REDUCTION if self.overlaps else COMPUTE
@@ -192,7 +191,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
     def step(self) -> Stretch:
         """Plays `DeepSpeedZeroOptimizer.step`."""
         what = "gather updated weights"
-        gathered = Collective(kind="all_gather", axis="dp", what=what, payload_bytes=self.flat.n_bytes)
+        gathered = self.collective("all_gather", what, self.flat.n_bytes)
         if self.offloads:
             back = host_copy("updated weights", self.partitions.size * self.stage.dtype.itemsize)
             return stepped(events("norm of gradients", self._norm()), after=(back, gathered))
@@ -215,9 +214,9 @@ class DeepSpeedZeroOptimizer(Optimizer):
 
         Under offload the norms were computed as the slices were copied to the host.
         """
-        yield all_reduce("overflow flag", UINT8.itemsize)
+        yield self.all_reduce("overflow flag", UINT8.itemsize)
         if not self.offloads:
             yield from norms_of(self.stage, self.own.values())
-        yield all_reduce("norm of gradients", FP32.itemsize)
+        yield self.all_reduce("norm of gradients", FP32.itemsize)
         if self.offloads:
             yield from frees(*self.norms)

@@ -10,7 +10,18 @@ from memplan.engines.base import HostRecord
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.kernels import norm_scratch
 from memplan.parts.flat import Slot, calls_of
-from memplan.record import COMPUTE, Collective, Event, Stretch, WaitStream, allocs, chain, events, frees
+from memplan.record import (
+    COMPUTE,
+    Collective,
+    CollectiveKind,
+    Event,
+    Stretch,
+    WaitStream,
+    allocs,
+    chain,
+    events,
+    frees,
+)
 from memplan.shapes import FP32, FP64, UINT8, Buffer, DType, buffer_of
 
 REDUCTION: Final = "reduction"
@@ -97,19 +108,26 @@ class Optimizer(ABC):
         torch/csrc/utils/tensor_flatten.h (`flatten_dense_tensors`).
         """
         for call in calls_of(sizes, most):
-            flat = buffer_of("gradients to reduce", (sum(call),), self.stage.dtype)
-            copies = [flat] if len(call) > 1 else []
+            flat, wide = [
+                buffer_of("gradients to reduce", (sum(call),), dtype)
+                for dtype in (self.stage.dtype, self.stage.reduced_dtype)
+            ]
+            copies = [*[flat] * (len(call) > 1), *[wide] * (wide.dtype != flat.dtype)]
             self.flattened += copies
             yield from allocs(*copies)
             if stream != COMPUTE:
                 yield from (WaitStream(stream, COMPUTE), WaitStream(COMPUTE, stream))
-            yield all_reduce("reduce gradients", flat.n_bytes, stream)
-            yield from frees(*copies)
+            yield self.all_reduce("reduce gradients", wide.n_bytes, stream)
+            yield from frees(*reversed(copies))
 
+    def all_reduce(self, what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:
+        """An all-reduce over the ranks that divide the states."""
+        return self.collective("all_reduce", what, n_bytes, stream)
 
-def all_reduce(what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:
-    """An all-reduce over the data-parallel ranks."""
-    return Collective(kind="all_reduce", axis="dp", what=what, payload_bytes=n_bytes, stream=stream)
+    def collective(self, kind: CollectiveKind, what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:
+        """A collective over the ranks that divide the states."""
+        axis = self.stage.plan.shard_group
+        return Collective(kind=kind, axis=axis, what=what, payload_bytes=n_bytes, stream=stream)
 
 
 def host_copy(what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:

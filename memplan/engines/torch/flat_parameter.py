@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Final, NamedTuple, final
 
 from memplan.engines.torch.param_group import copied
-from memplan.engines.torch.sharding import place_among_shards
 from memplan.engines.torch.stage import RankStages, Stage
 from memplan.engines.torch.units import (
     ALL_GATHER,
@@ -245,7 +244,7 @@ class FlatRankStages(RankStages):
     def units(self) -> FlatUnits:
         """The flat parameters of the rank's stage."""
         (stage,) = self.stages
-        return FlatUnits(stage, place_among_shards(self.plan, self.rank))
+        return FlatUnits(stage, self.plan.place_among_shards(self.rank))
 
     @property
     def stored_parts(self) -> list[tuple[Sequence[Parameter], int]]:

@@ -10,7 +10,6 @@ from memplan.engines.torch.fsdp1 import FullyShardedDataParallel
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.releasing import lets_outputs_go
-from memplan.engines.torch.sharding import place_among_shards
 from memplan.engines.torch.stage import IN_USE, RankStages, Stage
 from memplan.engines.torch.update_in_backward import ModuleUpdatedInBackward
 from memplan.memory import Alive
@@ -34,7 +33,7 @@ from memplan.shapes import FP32, INT64, Buffer, Parameter, buffer_of
 def module_of(stage: Stage, rank: Rank) -> StageModule[Any]:
     """The stage's module on a rank."""
     if stage.plan.fsdp:
-        place = place_among_shards(stage.plan, rank)
+        place = stage.plan.place_among_shards(rank)
         return FSDPModule(stage, place) if stage.is_fsdp2 else FullyShardedDataParallel(stage, place)
     if stage.plan.ddp:
         return DistributedDataParallel(stage, stage.ddp)

@@ -38,15 +38,8 @@ def n_shards(parameter: Parameter, plan: Plan) -> int:
 def shard_rank(parameter: Parameter, plan: Plan, rank: Rank) -> int:
     """The place of a rank among those between which FSDP2 shards a parameter."""
     return (
-        (rank.dp * plan.tp + rank.tp) // plan.ep
-        if parameter.is_of_experts
-        else place_among_shards(plan, rank)
+        (rank.dp * plan.tp + rank.tp) // plan.ep if parameter.is_of_experts else plan.place_among_shards(rank)
     )
-
-
-def place_among_shards(plan: Plan, rank: Rank) -> int:
-    """The place of a rank among those between which FSDP shards weights."""
-    return rank.dp * plan.cp + rank.cp
 
 
 def shard_elements(parameter: Parameter, n_shards: int, rank: int) -> int:

@@ -20,7 +20,6 @@ from memplan.engines.torch.refusals import check_trace
 from memplan.engines.torch.sharding import (
     n_shards,
     padded_shard_elements,
-    place_among_shards,
     shard_elements,
     shard_rank,
     zero_redundancy_partition,
@@ -480,7 +479,7 @@ class RankStages(QuicklyCopied):
         """The parameters whose optimizer state this rank keeps under ZeRO-1; None: all of them."""
         if self.plan.zero != 1 or not self.plan.ddp:
             return None
-        return self.partition[place_among_shards(self.plan, self.rank)]
+        return self.partition[self.plan.place_among_shards(self.rank)]
 
     @property
     def _updated(self) -> list[tuple[Parameter, int]]:

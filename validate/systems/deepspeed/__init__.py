@@ -24,9 +24,11 @@ from memplan.models.llama import Llama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.tracing.torchtitan import rotations
 from validate.cases import Case
+from validate.predict import axis_of
 from validate.standin import materialised
 from validate.systems import Training
 from validate.systems.deepspeed.patches import without_kernels, without_shared_memory
+from validate.systems.deepspeed.ulysses import divided_sequences, losses_of_pieces
 from validate.systems.torch import modules
 from validate.systems.torch.modules import Transformer
 from validate.systems.torch.parallelize import stage_module, torch_dtype
@@ -75,11 +77,15 @@ def configuration(plan: Plan, learning_rate: float) -> dict[str, Any]:
 class DeepSpeedTraining(Training):
     """The micro-batches of a rank and DeepSpeed's engine, whose last `step` of a step is the update.
 
-    `loss_of`: the loss of the i-th micro-batch.
+    `loss_of`: the loss of the i-th micro-batch. `groups`: DeepSpeed's, where ranks divide sequences.
     """
 
-    def __init__(self, engine: Any, plan: Plan, loss_of: Callable[[int], Tensor]) -> None:
-        super().__init__(axis_of_groups())
+    def __init__(self, engine: Any, plan: Plan, loss_of: Callable[[int], Tensor], groups: Any = None) -> None:
+        axes = axis_of_groups()
+        if groups is not None:
+            axes |= {name: plan.shard_group for name, axis in axes.items() if axis == "dp"}
+            axes[groups.get_sequence_parallel_group().group_name] = axis_of(plan.mesh, "cp")
+        super().__init__(axes)
         self._engine, self._loss_of = engine, loss_of
         self._n_micro_batches = plan.n_micro_batches
 
@@ -173,12 +179,17 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
 
         deepspeed.init_distributed(dist.get_backend(), verbose=False, dist_init_required=False)
         module = _module(case, device, config)
+        groups = divided_sequences(module, plan)
         engine, *_ = deepspeed.initialize(
             model=module,
             config=config,
+            mpu=groups,
             model_parameters=[one for one in module.parameters() if one.requires_grad],
         )
-    return DeepSpeedTraining(engine, plan, losses(case, engine, at, device))
+    loss_of = (
+        losses(case, engine, at, device) if groups is None else losses_of_pieces(case, engine, at, device)
+    )
+    return DeepSpeedTraining(engine, plan, loss_of, groups)
 
 
 def _ranks(plan: Plan, rank: int) -> dict[str, str]:
