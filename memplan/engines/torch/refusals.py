@@ -1093,16 +1093,12 @@ def _not_by_dpo(plan: Plan) -> tuple[tuple[bool, str, str], ...]:
             f"micro_batch={plan.micro_batch + 1}, and a global_batch that is a multiple of it",
         ),
         (plan.fsdp, f"zero={plan.zero}, under which the reference is sharded too", "zero=0"),
-        (plan.quantize != "none", f"quantize={plan.quantize!r}", "quantize='none'"),
     )
 
 
 def _not_by_grpo(plan: Plan) -> tuple[tuple[bool, str, str], ...]:
     """What has no rule under TRL's GRPOTrainer, as rows of `_check_trainer`."""
-    return (
-        (plan.fsdp, f"zero={plan.zero}", "zero=0"),
-        (plan.quantize != "none", f"quantize={plan.quantize!r}", "quantize='none'"),
-    )
+    return ((plan.fsdp, f"zero={plan.zero}", "zero=0"),)
 
 
 def _not_by_trainers_of_trl(model: Model, plan: Plan) -> tuple[tuple[bool, str, str], ...]:
