@@ -124,7 +124,10 @@ def test_a_reference_that_is_computed_ahead_is_in_no_step():
 
 def test_metrics_of_pairs_are_gathered_and_a_reference_has_no_buffers_to_broadcast():
     found = estimated(**DPO | {"micro_batch": 4, "dp": 2})
-    sizes = {"entropy and logits": (3, 4), "numbers of tokens": (6, 8), "rewards": (6, 4 * 2)}
+    sizes = {
+        "entropy and logits": (3, 4), "numbers of tokens": (6, 8), "rewards and margins": (3, 4 * 2),
+        "log-probabilities": (2, 4 * 2), "right orders": (1, 4 * 2),
+    }  # fmt: skip
     assert {name: (one.calls, one.payload_bytes) for name, one in gathers(found).items()} == {
         name: (calls, 2 * n_bytes * calls) for name, (calls, n_bytes) in sizes.items()
     }
@@ -132,11 +135,25 @@ def test_metrics_of_pairs_are_gathered_and_a_reference_has_no_buffers_to_broadca
     assert sent.payload_bytes == 2 * MODEL.d_head // 2 * 4
 
 
+def test_a_reference_under_fsdp2_is_a_unit_that_is_gathered_whole():
+    """A micro-batch gathers all of it at once, and holds it twice: the all-gather's output, and weights."""
+    n_elements = estimated(micro_batch=2).peak.weights_bytes // 4
+    found, alone = estimated(**DPO | FSDP2), estimated(**FSDP2 | {"micro_batch": 2})
+    with_it, without = (gathers(one)["gather weights"] for one in (found, alone))
+    assert with_it.calls - without.calls == 1
+    assert with_it.payload_bytes - without.payload_bytes == 2 * n_elements
+    ledger = found.ledger()
+    held = ledger[ledger["name"].str.match(r"reference.*\((unsharded|all-gather output)\)")]
+    assert held["total_bytes"].sum() == 2 * 2 * n_elements
+    assert found.peak.weights_bytes == 2 * alone.peak.weights_bytes
+
+
 @pytest.mark.parametrize(
     "options,said",
     [
         ({"micro_batch": 1}, "micro_batch=1: pairs of a chosen and a rejected sequence.*micro_batch=2"),
-        (FSDP2, "zero=3, under which the reference is sharded too"),
+        (FSDP2 | {"zero": 2}, "zero=2, under which the reference stays gathered.*zero=3"),
+        (FSDP2 | {"lora_rank": 8, "recompute": "none"}, "zero=3, lora_rank=8"),
         ({"lora_rank": 8, "quantize": "nf4", "seq_len": 4096}, "has adapters in bfloat16"),
         ({"precision": "fp16-mixed"}, "precision='fp16-mixed'"),
     ],

@@ -30,7 +30,16 @@ from memplan.errors import (
 from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
-from memplan.models.recording import FLOAT8, FLOAT8_ALL_GATHER, TRAINER, ZERO3, ByTrainer, Compiles, Scoring
+from memplan.models.recording import (
+    FLOAT8,
+    FLOAT8_ALL_GATHER,
+    REFERENCE,
+    TRAINER,
+    ZERO3,
+    ByTrainer,
+    Compiles,
+    Scoring,
+)
 from memplan.models.traced import TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.cache import without_remarks
@@ -148,7 +157,8 @@ def _example(module: Any, inputs: "Inputs", called: Mapping[str, Any] | None) ->
         inputs = {name: one[:1, :1].repeat(scoring[:2]) for name, one in inputs.items()}
     inputs, before = as_trainer_calls(module, by, inputs)
     example = checked_example(module, inputs, loss_by_trainer(by))
-    example = replace(example, by_trainer=True, before=before, casts_inputs=by.casts_inputs)
+    apart = REFERENCE if by.reference == "sharded copy" else ""
+    example = replace(example, by_trainer=True, before=before, casts_inputs=by.casts_inputs, apart=apart)
     return replace(example.at(scoring[:2]), is_of_one_size=True) if scoring else example
 
 

@@ -1092,7 +1092,12 @@ def _not_by_dpo(plan: Plan) -> tuple[tuple[bool, str, str], ...]:
             f"micro_batch={plan.micro_batch}: pairs of a chosen and a rejected sequence",
             f"micro_batch={plan.micro_batch + 1}, and a global_batch that is a multiple of it",
         ),
-        (plan.fsdp, f"zero={plan.zero}, under which the reference is sharded too", "zero=0"),
+        (
+            plan.zero == 2 and plan.adapters is None,
+            "zero=2, under which the reference stays gathered from the first step on",
+            "zero=3",
+        ),
+        (plan.fsdp and plan.adapters is not None, f"zero={plan.zero}, lora_rank={plan.lora_rank}", "zero=0"),
     )
 
 
