@@ -125,8 +125,8 @@ def test_a_reference_that_is_computed_ahead_is_in_no_step():
 def test_metrics_of_pairs_are_gathered_and_a_reference_has_no_buffers_to_broadcast():
     found = estimated(**DPO | {"micro_batch": 4, "dp": 2})
     sizes = {
-        "entropy and logits": (3, 4), "numbers of tokens": (6, 8), "rewards and margins": (3, 4 * 2),
-        "log-probabilities": (2, 4 * 2), "right orders": (1, 4 * 2),
+        "entropy and logits": (3, 4), "numbers of tokens": (6, 8), "right orders": (1, 4 * 2),
+        "rewards, margins and log-probabilities": (5, 4 * 2),
     }  # fmt: skip
     assert {name: (one.calls, one.payload_bytes) for name, one in gathers(found).items()} == {
         name: (calls, 2 * n_bytes * calls) for name, (calls, n_bytes) in sizes.items()
@@ -146,6 +146,9 @@ def test_a_reference_under_fsdp2_is_a_unit_that_is_gathered_whole():
     held = ledger[ledger["name"].str.match(r"reference.*\((unsharded|all-gather output)\)")]
     assert held["total_bytes"].sum() == 2 * 2 * n_elements
     assert found.peak.weights_bytes == 2 * alone.peak.weights_bytes
+    metrics = {name: one.payload_bytes for name, one in gathers(found).items() if name != "gather weights"}
+    assert metrics["entropy and logits"] == 3 * 8 * 2  # in bfloat16, as FSDP2 casts what modules return
+    assert metrics["right orders"] == 8 * 4
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,7 @@ def test_a_reference_under_fsdp2_is_a_unit_that_is_gathered_whole():
         ({"micro_batch": 1}, "micro_batch=1: pairs of a chosen and a rejected sequence.*micro_batch=2"),
         (FSDP2 | {"zero": 2}, "zero=2, under which the reference stays gathered.*zero=3"),
         (FSDP2 | {"lora_rank": 8, "recompute": "none"}, "zero=3, lora_rank=8"),
+        (FSDP2 | {"precompute_ref_log_probs": True}, "zero=3, precompute_ref_log_probs=True"),
         ({"lora_rank": 8, "quantize": "nf4", "seq_len": 4096}, "has adapters in bfloat16"),
         ({"precision": "fp16-mixed"}, "precision='fp16-mixed'"),
     ],

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, and its DPOTrainer and GRPOTrainer, which have no FSDP; flat lists of rows."""
+"""TRL's SFTTrainer, DPOTrainer and GRPOTrainer; flat lists of rows. On CPU Accelerate runs no FSDP2."""
 
 from typing import Any, Final
 
@@ -72,6 +72,10 @@ LARGE_PAIRS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (LLAMA, 8, {**LORA, **DEFAULT, **QLORA, "quantize": "nf4"}, None),
     (SMALLEST, 16, {**LORA, **QLORA, "micro_batch": 4, "global_batch": 8, "seq_len": 2048}, None),
     (QWEN, 8, {**LORA, **DEFAULT, **QLORA, "dp": 8}, 3),
+    (LLAMA, 8, {"dp": 8, **FSDP2, "recompute": "full"}, 1),
+    (LLAMA, 4, {"dp": 16, **FSDP2, "seq_len": 2048, "global_batch": 64}, 15),
+    (QWEN, 4, {"dp": 8, **FSDP2, "precision": "bf16", "micro_batch": 4, "seq_len": 1024}, 3),
+    (QWEN, 8, {"dp": 64, **FSDP2, "recompute": "full", "seq_len": 2048}, 63),
 )
 """As `LARGE`, with pairs of sequences."""
 

@@ -1098,6 +1098,11 @@ def _not_by_dpo(plan: Plan) -> tuple[tuple[bool, str, str], ...]:
             "zero=3",
         ),
         (plan.fsdp and plan.adapters is not None, f"zero={plan.zero}, lora_rank={plan.lora_rank}", "zero=0"),
+        (
+            plan.fsdp and torch_options(plan).precompute_ref_log_probs,
+            f"zero={plan.zero}, precompute_ref_log_probs=True",
+            "zero=0, or leave precompute_ref_log_probs out",
+        ),
     )
 
 

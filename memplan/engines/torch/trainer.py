@@ -130,11 +130,9 @@ def metrics_of_pairs(plan: Plan) -> Iterator[Collective]:
     Source: trl.trainer.dpo_trainer (`DPOTrainer._compute_loss`), 1.16.
     """
     n, pairs, scored = plan.world_size, plan.micro_batch // 2, _type_of_scores(plan)
-    rewards = FP32 if torch_options(plan).precompute_ref_log_probs else scored
     each = (
         ("entropy and logits", 3, scored, 1), ("numbers of tokens", 6, INT64, 1),
-        ("rewards and margins", 3, rewards, pairs), ("log-probabilities", 2, scored, pairs),
-        ("right orders", 1, FP32, pairs),
+        ("rewards, margins and log-probabilities", 5, scored, pairs), ("right orders", 1, FP32, pairs),
     )  # fmt: skip
     for what, calls, dtype, n_numbers in each if n > 1 else ():
         n_bytes = n * n_numbers * dtype.itemsize
