@@ -115,7 +115,7 @@ HookKind = Literal["pre_forward", "post_forward", "pre_backward", "post_backward
 
 
 class UnitHook(NamedTuple):
-    """The place at which FSDP2's hook of a unit within a block is called; the unit's parameters by name."""
+    """The place at which FSDP2's hook of a unit is called, experts or a reference; its parameters by name."""
 
     kind: HookKind
     parameters: tuple[str, ...]

@@ -94,7 +94,7 @@ class OpContext:
 
     `weight_dtype` is the type the operations see the weights in; `autocast` is the type that matrix products
     run in on float32 weights; `tp` ranks divide the weights, and the sequence if `sequence_parallel`; `ep`
-    ranks divide experts, which are units of FSDP2 of their own if it `shards_experts`; `cp` ranks divide each
+    ranks divide experts, which are units of FSDP2 of their own if it `plays_hooks`; `cp` ranks divide each
     sequence, of which the rank at this place among them has `seq_len` tokens, and hand keys and values around
     as `cp_rotate_method` says.
     `remakes_dtensors`: weights are plain tensors from which DTensors are made in each pass, as by DDP:
@@ -119,7 +119,7 @@ class OpContext:
     cp_rank: int = 0
     cp_rotate_method: str = "allgather"
     ep: int = 1
-    shards_experts: bool = False
+    plays_hooks: bool = False
     sequence_parallel: bool = False
     remakes_dtensors: bool = False
     cast_units: str = ""

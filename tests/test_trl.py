@@ -100,6 +100,18 @@ def test_beside_adapters_the_reference_is_the_model_without_them():
     assert 1.95 < twice / once < 2  # two forward passes, of which one has no adapters
 
 
+@pytest.mark.parametrize("trainer", ["dpo", "grpo"])
+def test_a_reference_of_four_bits_is_the_model_without_its_adapters(trainer):
+    """Products of adapters are in the trained model's forward passes alone, of which GRPO has two."""
+    by = {"dpo": DPO, "grpo": GRPO | {"ref_model": True}}[trainer]
+    sizes = {"quantize": "nf4", "precision": "bf16-autocast", "recompute": "none", "seq_len": 2048}
+    found = {rank: estimated(**by | sizes | {"lora_rank": rank}) for rank in (8, 16)}
+    weights = [one.peak.weights_bytes for one in found.values()]
+    of_rank = (weights[1] - weights[0]) // 2 // 8  # elements of all adapters, for each of their rank
+    flops = [sum(stage.flops for stage in one.stages) for one in found.values()]
+    assert flops[1] - flops[0] == 2 * of_rank * 8 * 2 * 2048 * {"dpo": 1, "grpo": 2}[trainer]
+
+
 def test_a_reference_that_is_computed_ahead_is_in_no_step():
     """A step is the trained model's, and the batch has a number for each of both sequences of a pair."""
     alone = estimated(micro_batch=4)
@@ -112,7 +124,10 @@ def test_a_reference_that_is_computed_ahead_is_in_no_step():
 
 def test_metrics_of_pairs_are_gathered_and_a_reference_has_no_buffers_to_broadcast():
     found = estimated(**DPO | {"micro_batch": 4, "dp": 2})
-    sizes = {"entropy and logits": (3, 4), "numbers of tokens": (6, 8), "rewards": (6, 4 * 2)}
+    sizes = {
+        "entropy and logits": (3, 4), "numbers of tokens": (6, 8), "right orders": (1, 4 * 2),
+        "rewards, margins and log-probabilities": (5, 4 * 2),
+    }  # fmt: skip
     assert {name: (one.calls, one.payload_bytes) for name, one in gathers(found).items()} == {
         name: (calls, 2 * n_bytes * calls) for name, (calls, n_bytes) in sizes.items()
     }
@@ -120,15 +135,30 @@ def test_metrics_of_pairs_are_gathered_and_a_reference_has_no_buffers_to_broadca
     assert sent.payload_bytes == 2 * MODEL.d_head // 2 * 4
 
 
+def test_a_reference_under_fsdp2_is_a_unit_that_is_gathered_whole():
+    """A micro-batch gathers all of it at once, and holds it twice: the all-gather's output, and weights."""
+    n_elements = estimated(micro_batch=2).peak.weights_bytes // 4
+    found, alone = estimated(**DPO | FSDP2), estimated(**FSDP2 | {"micro_batch": 2})
+    with_it, without = (gathers(one)["gather weights"] for one in (found, alone))
+    assert with_it.calls - without.calls == 1
+    assert with_it.payload_bytes - without.payload_bytes == 2 * n_elements
+    ledger = found.ledger()
+    held = ledger[ledger["name"].str.match(r"reference.*\((unsharded|all-gather output)\)")]
+    assert held["total_bytes"].sum() == 2 * 2 * n_elements
+    assert found.peak.weights_bytes == 2 * alone.peak.weights_bytes
+    metrics = {name: one.payload_bytes for name, one in gathers(found).items() if name != "gather weights"}
+    assert metrics["entropy and logits"] == 3 * 8 * 2  # in bfloat16, as FSDP2 casts what modules return
+    assert metrics["right orders"] == 8 * 4
+
+
 @pytest.mark.parametrize(
     "options,said",
     [
         ({"micro_batch": 1}, "micro_batch=1: pairs of a chosen and a rejected sequence.*micro_batch=2"),
-        (FSDP2, "zero=3, under which the reference is sharded too"),
-        (
-            {"lora_rank": 8, "quantize": "nf4", "precision": "bf16-autocast", "seq_len": 4096},
-            "quantize='nf4'",
-        ),
+        (FSDP2 | {"zero": 2}, "zero=2, under which the reference stays gathered.*zero=3"),
+        (FSDP2 | {"lora_rank": 8, "recompute": "none"}, "zero=3, lora_rank=8"),
+        (FSDP2 | {"precompute_ref_log_probs": True}, "zero=3, precompute_ref_log_probs=True"),
+        ({"lora_rank": 8, "quantize": "nf4", "seq_len": 4096}, "has adapters in bfloat16"),
         ({"precision": "fp16-mixed"}, "precision='fp16-mixed'"),
     ],
 )
@@ -189,7 +219,7 @@ def test_metrics_of_completions_and_of_their_generation():
     "options,error,said",
     [
         (FSDP2, MissingRule, "trainer='grpo' with zero=3"),
-        ({"lora_rank": 8, "quantize": "nf4", "precision": "bf16-autocast"}, MissingRule, "quantize='nf4'"),
+        ({"lora_rank": 8, "quantize": "nf4", "seq_len": 4096}, MissingRule, "has adapters in bfloat16"),
         ({"max_completion_length": None}, PlanRefused, "after a prompt; use a max_completion_length below"),
         ({"max_completion_length": 512}, PlanRefused, "max_completion_length=256"),
         ({"micro_batch": 1}, PlanRefused, "global_batch=1: .*compared with each other"),

@@ -72,10 +72,11 @@ TRAINER: Final = "trainer"
 REFERENCE: Final = "reference"
 """The name of the frozen copy that TRL's trainers hold beside the module, as a part of it."""
 
-Reference = Literal["copy", "adapters off", "ahead"]
+Reference = Literal["copy", "sharded copy", "adapters off", "ahead"]
 """What TRL's trainers compare the trained model with: a frozen copy, itself without its adapters, or numbers.
 
-"ahead": log-probabilities that are a part of the batch, computed before training.
+"sharded copy": a unit of FSDP2 of its own; "ahead": log-probabilities that are a part of the batch, computed
+before training.
 """
 
 
@@ -217,7 +218,8 @@ class TracedEvent(NamedTuple):
     weight, then stride, padding, dilation and output padding along each dim of an image, the number of
     groups, and whether it is transposed, and the channels of input and of weight are last. Or a collective of
     the kind that `kernel` names runs over this axis of the mesh; `shape` and `dtype` are of its full operand.
-    Or the "hook" of FSDP2 that `kernel` names is called, of a unit within a block with these `parameters`. Or
+    Or the "hook" of FSDP2 that `kernel` names is called, of a unit with these `parameters` that is within a
+    block, or a reference. Or
     ZeRO-3's hook of a "module" is, whose path is `parameter` and which owns the `parameters`.
     """
 

@@ -477,8 +477,8 @@ def _event(value: Any, n_buffers: int, known: _Known) -> TracedEvent:
             return known.convolutions[_place(of, len(known.convolutions))]
         if what in HOOKS:
             names = _texts(_items(value, "hook", str, list)[1], "hook")
-            if not set(names) <= known.parameters:
-                raise _wrong(f"parameters {shown_value(names)} are not all trained")
+            if not set(names) <= known.weights:
+                raise _wrong(f"parameters {shown_value(names)} are not all the module's")
             return TracedEvent("hook", kernel=what, parameters=names)
         if what in PHASES:
             computation = known.computations[_place(of, len(known.computations))]

@@ -510,7 +510,7 @@ def _events(
             yield () if asked is None else _communication(one, shape_at(one.shape, batch, seq_len), context)
         elif one.kind == "hook":
             hook = UnitHook(cast(HookKind, one.kernel), one.parameters)
-            yield (hook,) if context.shards_experts else ()
+            yield (hook,) if context.plays_hooks else ()
         elif one.kind == "module":
             yield (ModuleHook(cast(HookKind, one.kernel), one.parameter, one.parameters),)
         else:

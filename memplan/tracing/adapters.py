@@ -297,11 +297,13 @@ def _quantized_lora() -> Any:
 
 
 def _lora_forward(self: Any, x: Tensor) -> Tensor:
-    """The output of a quantized linear and of its adapters.
+    """The output of a quantized linear, and of its adapters if they are on.
 
     Source: peft/tuners/lora/bnb.py (`Linear4bit.forward`, `Linear8bitLt.forward`).
     """
     result: Tensor = self.base_layer(x)
+    if self.disable_adapters:
+        return result
     if isinstance(self.base_layer, FourBitLinear):
         result = result.clone()
     for name in self.active_adapters:

@@ -37,7 +37,8 @@ class Example:
     autocast, and held beside what the backward pass starts from, as transformers' Trainer does it.
     `is_of_one_size`: other things happen at other batches and lengths, so that it is traced at its own.
     `before`: runs the module ahead of its forward pass, given the same inputs. `casts_inputs`: floats among
-    these are cast to the type of the weights.
+    these are cast to the type of the weights. `apart`: the path of a part that FSDP2 shards as a module of
+    its own; "" for none.
     """
 
     module: nn.Module
@@ -51,6 +52,7 @@ class Example:
     is_of_one_size: bool = False
     before: Callable[..., None] | None = None
     casts_inputs: bool = True
+    apart: str = ""
 
     @property
     def has_sequence(self) -> bool:

@@ -33,6 +33,7 @@ from memplan.models.config import Config
 from memplan.models.recording import (
     FLOAT8,
     FLOAT8_ALL_GATHER,
+    REFERENCE,
     TRAINER,
     ULYSSES,
     ZERO3,
@@ -166,7 +167,8 @@ def _example(module: Any, inputs: "Inputs", called: Mapping[str, Any] | None) ->
         inputs = {name: one[:1, :1].repeat(scoring[:2]) for name, one in inputs.items()}
     inputs, before = as_trainer_calls(module, by, inputs)
     example = checked_example(module, inputs, loss_by_trainer(by))
-    example = replace(example, by_trainer=True, before=before, casts_inputs=by.casts_inputs)
+    apart = REFERENCE if by.reference == "sharded copy" else ""
+    example = replace(example, by_trainer=True, before=before, casts_inputs=by.casts_inputs, apart=apart)
     return replace(example.at(scoring[:2]), is_of_one_size=True) if scoring else example
 
 

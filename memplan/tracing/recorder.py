@@ -276,7 +276,7 @@ class Recorder(ShapesMode):
         return True
 
     def hooked(self, when: HookKind, parameters: Sequence[str]) -> None:
-        """Note that FSDP2's hooks of a unit within a block, which has these parameters, are called."""
+        """Note that FSDP2's hooks of a unit with these parameters are called."""
         self._locate()
         self.events.append(Event("hook", self.section, -1, (when, tuple(parameters))))
 

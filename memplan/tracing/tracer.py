@@ -483,7 +483,12 @@ class _Tracer:
         self.inside = tuple([f"{path}." for path in self.paths])
         self.names = _common_names(example.module, self.units.values())
         before, after = self.outside()
-        self.ends = {"embed": before, "head": after} if stacks else {}
+        every = [name for name, _ in example.module.named_parameters()] if example.apart else []
+        apart = [name for name in every if name.startswith(f"{example.apart}.")]
+        self.apart = list(dict.fromkeys(map(self.common, apart)))
+        """The names of the parameters of what FSDP2 shards as a module of its own."""
+        of_head = {name: parameter for name, parameter in after.items() if name not in apart}
+        self.ends = {"embed": before, "head": of_head} if stacks else {}
         _check_hooks([*before.items(), *after.items()])
         self.neglected: dict[str, None] = {}
         """Operations whose workspaces are not recorded, in any run."""
@@ -754,6 +759,8 @@ class _Tracer:
                     named = experts.dispatched(recorder, named, variant.weights if variant.casts else "")
                 if one in self.units:
                     named = self._told(recorder, named, self.units[one], variant)
+                if self.apart and path == self.example.apart:
+                    named = _hooked(recorder, named, self.apart)
                 for end in ends:
                     if path in end.paths:
                         named = end.marked(recorder, named, path)
@@ -886,6 +893,18 @@ def _named(recorder: Recorder, forward: Callable[..., Any], scope: str) -> Calla
         return output
 
     return named
+
+
+def _hooked(recorder: Recorder, forward: Callable[..., Any], parameters: Sequence[str]) -> Callable[..., Any]:
+    """The forward function of a unit of FSDP2 with these parameters, whose hooks are recorded."""
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        recorder.hooked("pre_forward", parameters)
+        output = forward(*args, **kwargs)
+        recorder.hooked("post_forward", parameters)
+        return output
+
+    return hooked
 
 
 class _End:

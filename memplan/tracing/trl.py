@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from memplan.errors import MissingRule
 from memplan.models.recording import REFERENCE, ByTrainer, Scoring
@@ -189,12 +188,12 @@ def _scorers(module: Any, by: ByTrainer) -> tuple[Scorer, Scorer, Callable[[], A
     if by.reference in (None, "ahead"):
         score = _scorer(module, by)
         return score, score, nullcontext
-    reference = deepcopy(module).requires_grad_(False) if by.reference == "copy" else None
+    reference = None if by.reference == "adapters off" else deepcopy(module).requires_grad_(False)
     score = _scorer(module, by)
     if reference is None:
         return score, score, module.disable_adapter
     module.add_module(REFERENCE, reference)
-    return score, _scorer(reference, by), partial(_as_loaded, reference)
+    return score, _scorer(reference, by, is_called=True), partial(_as_loaded, reference)
 
 
 @contextmanager
@@ -208,8 +207,8 @@ def _as_loaded(reference: nn.Module) -> Iterator[None]:
     reference.requires_grad_(False)
 
 
-def _scorer(module: Any, by: ByTrainer) -> Scorer:
-    """A function that scores the targets of a batch with a model.
+def _scorer(module: Any, by: ByTrainer, *, is_called: bool = False) -> Scorer:
+    """A function that scores the targets of a batch with a model; `is_called`: as a module, which FSDP2 sees.
 
     FSDP2 casts what it returns to the type that it gathers weights in.
 
@@ -237,15 +236,26 @@ def _scorer(module: Any, by: ByTrainer) -> Scorer:
     cap = getattr(config, "final_logit_softcapping", None)
     vars(head)["forward"] = partial(_scored, head, cap, scoring.gathers_head)
 
-    def cast_by_fsdp(one: Tensor) -> Tensor:
-        return one.to(head.weight.dtype) if one.is_floating_point() else one
-
-    def score(ids: Tensor, of_padding: Tensor, labels: Tensor, asked: tuple[str, ...]) -> Scores:
+    def scored(
+        ids: Tensor, of_padding: Tensor, labels: Tensor, asked: tuple[str, ...]
+    ) -> tuple[Scores, torch.dtype]:
         output = base.base_model(input_ids=ids, attention_mask=of_padding, use_cache=False)
-        scores: Scores = head(output.last_hidden_state[:, :-1], labels[:, 1:], asked)
-        return tree_map_only(Tensor, cast_by_fsdp, scores) if by.casts_inputs else scores
+        hidden: Tensor = output.last_hidden_state
+        return head(hidden[:, :-1], labels[:, 1:], asked), hidden.dtype
+
+    if is_called:
+        vars(module)["forward"] = scored
+
+    def score(*given: Any) -> Scores:
+        scores, gathered_in = module(*given) if is_called else scored(*given)
+        return _cast_by_fsdp(scores, gathered_in) if by.casts_inputs else scores
 
     return score
+
+
+def _cast_by_fsdp(scores: Scores, dtype: torch.dtype) -> Scores:
+    floats = [one if one is None or not one.is_floating_point() else one.to(dtype) for one in scores]
+    return Scores(*cast(Any, floats))
 
 
 def _enable_input_require_grads(base: Any) -> None:

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, and its DPOTrainer and GRPOTrainer, which have no FSDP; flat lists of rows."""
+"""TRL's SFTTrainer, DPOTrainer and GRPOTrainer; flat lists of rows. On CPU Accelerate runs no FSDP2."""
 
 from typing import Any, Final
 
@@ -34,6 +34,8 @@ SMALL: Final[tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = (
 DEFAULT: Final[dict[str, Any]] = {"precision": "bf16-mixed", "recompute": "full"}
 """What SFTConfig sets where nothing is said."""
 
+SMALLEST: Final = "llama-3.2-1b"
+
 QLORA: Final[dict[str, Any]] = {"precision": "bf16-autocast", "quantize": "nf4-double"}
 """Frozen weights of four bits, and all else in bfloat16."""
 
@@ -62,10 +64,18 @@ LARGE: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
 LARGE_PAIRS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (LLAMA, 32, {**LORA, "precision": "bf16-autocast", "recompute": "full", "seq_len": 2048}, None),
     (LLAMA, 8, {**LORA, **DEFAULT}, None),
-    ("llama-3.2-1b", 16, {**DEFAULT, "seq_len": 2048}, None),
+    (SMALLEST, 16, {**DEFAULT, "seq_len": 2048}, None),
     (QWEN, 4, {"precision": "bf16", "seq_len": 1024, "micro_batch": 4}, None),
     (LLAMA, 2, {**DEFAULT, "dp": 8}, 1),
     (QWEN, 8, {**LORA, **DEFAULT, "dp": 8, "global_batch": 32}, 3),
+    (LLAMA, 32, {**LORA, **DEFAULT, **QLORA, "seq_len": 2048}, None),
+    (LLAMA, 8, {**LORA, **DEFAULT, **QLORA, "quantize": "nf4"}, None),
+    (SMALLEST, 16, {**LORA, **QLORA, "micro_batch": 4, "global_batch": 8, "seq_len": 2048}, None),
+    (QWEN, 8, {**LORA, **DEFAULT, **QLORA, "dp": 8}, 3),
+    (LLAMA, 8, {"dp": 8, **FSDP2, "recompute": "full"}, 1),
+    (LLAMA, 4, {"dp": 16, **FSDP2, "seq_len": 2048, "global_batch": 64}, 15),
+    (QWEN, 4, {"dp": 8, **FSDP2, "precision": "bf16", "micro_batch": 4, "seq_len": 1024}, 3),
+    (QWEN, 8, {"dp": 64, **FSDP2, "recompute": "full", "seq_len": 2048}, 63),
 )
 """As `LARGE`, with pairs of sequences."""
 
@@ -113,12 +123,16 @@ COMPLETIONS: Final[tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = (
 """Families in small with completions that are given, for CPU ranks, and their sizes."""
 
 LARGE_COMPLETIONS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
-    ("llama-3.2-1b", 16, {**DEFAULT, "seq_len": 2048, "max_completion_length": 1024}, None),
+    (SMALLEST, 16, {**DEFAULT, "seq_len": 2048, "max_completion_length": 1024}, None),
     (QWEN, 4, {"precision": "bf16", "seq_len": 1024, "micro_batch": 4, "max_completion_length": 512}, None),
     (LLAMA, 32, {**LORA, "precision": "bf16-autocast", "recompute": "full", "ref_model": True}, None),
     (LLAMA, 8, {**LORA, **DEFAULT, "ref_model": True, "global_batch": 4}, None),
     (LLAMA, 2, {**DEFAULT, "dp": 8, "ref_model": True}, 1),
     (QWEN, 8, {**LORA, **DEFAULT, "dp": 8, "global_batch": 32}, 3),
+    (LLAMA, 32, {**LORA, **DEFAULT, **QLORA, "ref_model": True}, None),
+    (QWEN, 36, {**LORA, **DEFAULT, **QLORA, "quantize": "nf4"}, None),
+    (SMALLEST, 16, {**LORA, **QLORA, "micro_batch": 4, "ref_model": True}, None),
+    (LLAMA, 8, {**LORA, **DEFAULT, **QLORA, "dp": 8, "global_batch": 32, "ref_model": True}, 1),
 )
 """As `LARGE`, with completions."""
 

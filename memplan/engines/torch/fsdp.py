@@ -241,7 +241,7 @@ class FSDPModule(StageModule[FsdpState]):
             yield from self.prefetch(following)
 
     def _hooked(self, found: Sequence[Event], following: ParamGroup | None) -> Iterator[CountedEvents]:
-        """A block's events with what the hooks of its experts do, which are a unit of their own.
+        """Events with what the hooks do of units that run in them: a block's experts, or a reference.
 
         `following`: the group that is needed after the experts in the backward pass. Experts that are
         recomputed before their output's gradient exists are gathered as they are called, and stay so; the
@@ -252,11 +252,11 @@ class FSDPModule(StageModule[FsdpState]):
         `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._post_forward` (`iter_forward_root`).
         """
         start, ready = 0, False
-        for place, event in enumerate(found if self.units.experts else ()):
+        for place, event in enumerate(found if self.units.hooked else ()):
             if not isinstance(event, UnitHook):
                 continue
             yield tuple(found[start:place]), 1
-            start, experts = place + 1, self.units.experts[event.parameters]
+            start, experts = place + 1, self.units.hooked[event.parameters]
             match event.kind:
                 case "pre_forward" if not self.is_backward:
                     yield from self.pre_forward(experts)
@@ -268,6 +268,7 @@ class FSDPModule(StageModule[FsdpState]):
                         yield from self._waited(experts)
                 case "post_forward" if not self.is_backward:
                     yield from self.post_forward(experts)
+                    yield from self._root_returns() if experts is self.units.reference else ()
                 case "post_forward" if self.comms.all_gather is experts:
                     self.comms.all_gather = None
                     yield frees(experts.flat), 1
@@ -280,9 +281,9 @@ class FSDPModule(StageModule[FsdpState]):
 
     def _within(self, found: Iterable[Event], following: ParamGroup | None) -> ParamGroup | None:
         """The experts of a block, which its backward pass needs after its own group; else the `following`."""
-        events = found if self.units.experts else ()
+        events = found if self.units.hooked else ()
         named = (event.parameters for event in events if isinstance(event, UnitHook))
-        return next((self.units.experts[names] for names in named), following)
+        return next((self.units.hooked[names] for names in named), following)
 
     def post_backward(self, group: ParamGroup | None) -> Iterator[CountedEvents]:
         """Frees a unit's weights and reduces its gradients; a pass that does not sync only sums them.
@@ -353,17 +354,21 @@ class FSDPModule(StageModule[FsdpState]):
             parts.append(end("forward: head", units.called_head, trace.head, trace.ends.head))
         elif trace.end_of_forward.events:
             parts.append(trace.end_of_forward.stretch("forward: end"))
-        gathered = self.comms.all_gather
-        parts.append(events("forward: end", frees(gathered.flat) if gathered else ()))
+        parts.append(in_order("forward: end", self._root_returns()))
         parts += [] if release is None else [release]
         if self.stage.last:
-            parts.append(events("loss", trace.loss.events))
+            parts.append(in_order("loss", self._hooked(trace.loss.events, None)))
         weights: Weights = "freed after forward" if self.stage.plan.zero == 3 else "whole"
         self.state = self.state._replace(weights=weights, unshard_issued=False, gathered=None)
         if self.defers:
             deferring = *self.state.deferring, self.state.recomputed_last
             self.state = self.state._replace(recomputed_last=False, deferring=deferring)
         return chain("forward", *parts)
+
+    def _root_returns(self) -> Iterator[CountedEvents]:
+        """Frees the flat buffer that is held when a root's forward pass ends."""
+        gathered, self.comms.all_gather = self.comms.all_gather, None
+        yield frees(gathered.flat) if gathered else (), 1
 
     def _with_following(self, rows: Sequence[UnitRow]) -> Iterator[tuple[*UnitRow, ParamGroup | None]]:
         """Rows of units of a forward pass, each with the unit that is gathered ahead there, if any is."""
@@ -665,7 +670,7 @@ def gathered_last(stage: Stage, units: Units) -> ParamGroup | None:
     for block, _ in stage.blocks:
         hooks = [event for event in block.backward.events if isinstance(event, UnitHook)]
         if hooks:
-            group = units.experts[hooks[0].parameters]
+            group = units.hooked[hooks[0].parameters]
             stops = [hook.kind for hook in hooks[:2]] == ["pre_forward", "pre_backward"]
             return group if stops and group.reshards and not group.alone else None
     return None

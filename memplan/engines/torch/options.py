@@ -230,7 +230,8 @@ def called_by_trainer(plan: Plan) -> ByTrainer | None:
         return None
     if options.trainer in OF_TRL:
         scoring = Scoring(plan.micro_batch, plan.seq_len, gathers_head(plan))
-    reference: Reference = "copy" if plan.adapters is None else "adapters off"
+    copied: Reference = "sharded copy" if plan.fsdp else "copy"
+    reference: Reference = copied if plan.adapters is None else "adapters off"
     if options.precompute_ref_log_probs:
         reference = "ahead"
     return ByTrainer(

@@ -22,6 +22,7 @@ from memplan.engines.torch.units import (
     collectives,
 )
 from memplan.engines.torch.update_in_backward import updated_at_once
+from memplan.models.recording import REFERENCE
 from memplan.parts.ddp import ALL_REDUCE, partial_sum
 from memplan.parts.stage import trained
 from memplan.record import COMPUTE, Alloc, Collective, Event, Free, WaitStream, allocs, frees
@@ -85,6 +86,11 @@ class ParamGroup:
     def alone(self) -> bool:
         """Whether no other rank has a part of it."""
         return self.n_shards == 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its parameters, those of equal modules once."""
+        return tuple([p.name for p, _ in self._counted(self.parts)])
 
     def shard(self, parameter: Parameter) -> int:
         """Elements of a rank's padded shard of a parameter."""
@@ -450,9 +456,12 @@ class Units:
 
     def __init__(self, stage: Stage, place: int) -> None:
         options, trace, again = stage.options, stage.trace, stage.plan.zero == 3
-        embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(trace.head_parameters, 1)
-        self.experts: dict[tuple[str, ...], ParamGroup] = {}
-        """The units of experts within blocks, by the names of their parameters."""
+        outside = [p for p in trace.head_parameters if not _is_of_reference(p)]
+        embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(tuple(outside), 1)
+        self.reference = _reference_of(stage, place, reshards=again)
+        """The frozen copy beside the module, which TRL shards whole, as a root of its own."""
+        self.hooked = {} if self.reference is None else {self.reference.names: self.reference}
+        """The units whose hooks a trace has, by the names of their parameters: experts and a reference."""
         self.within: dict[ParamGroup | None, ParamGroup] = {}
         """The experts of a block, by its own unit."""
         self.shares = stage.is_of_torchtitan
@@ -462,10 +471,10 @@ class Units:
             rest, experts = (tuple([p for p in own if p.is_of_experts == of]) for of in (False, True))
             blocks.append((EqualParameters(rest, n), role))
             if names := tuple([p.name for p in experts]):
-                if names not in self.experts:
+                if names not in self.hooked:
                     parts = [EqualParameters(experts, 1)]
-                    self.experts[names] = ParamGroup(stage, place, "experts", parts, reshards=again)
-                inner[EqualParameters(rest, 1)] = self.experts[names]
+                    self.hooked[names] = ParamGroup(stage, place, "experts", parts, reshards=again)
+                inner[EqualParameters(rest, 1)] = self.hooked[names]
 
         def unit(name: str, *parts: EqualParameters, reshards: bool = again) -> ParamGroup | None:
             any_parameters = any(p.parameters for p in parts)
@@ -533,6 +542,25 @@ class Units:
             groups += [(row.group, row.times), (self.within.get(row.group), row.times)]
         named = (self.root, 1), (self.embed, 1), *groups, (self.head, 1)
         return ((unit, times) for unit, times in named if unit is not None)
+
+
+def _is_of_reference(parameter: Parameter) -> bool:
+    return parameter.name.startswith(f"{REFERENCE}.")
+
+
+def _reference_of(stage: Stage, place: int, *, reshards: bool) -> ParamGroup | None:
+    """The unit of the frozen copy beside a stage's module, if there is one; its blocks are no units.
+
+    Source: trl.models.utils (`prepare_fsdp`), 1.16.
+    """
+    ends = [p for p in stage.trace.head_parameters if _is_of_reference(p)]
+    n_before = len(stage.trace.embed_parameters)
+    if not ends:
+        return None
+    first, last = (EqualParameters(tuple(own), 1) for own in (ends[:n_before], ends[n_before:]))
+    own = [(names, n) for names, n, _ in stage.block_parameters if any(map(_is_of_reference, names))]
+    parts = first, *[EqualParameters(*block) for block in own], last
+    return ParamGroup(stage, place, REFERENCE, parts, reshards=reshards)
 
 
 def _rows_of(

@@ -14,6 +14,7 @@ from memplan.engines.torch.stage import IN_USE, RankStages, Stage
 from memplan.engines.torch.update_in_backward import ModuleUpdatedInBackward
 from memplan.memory import Alive
 from memplan.models import TracedModel, ends_are_tied
+from memplan.models.recording import REFERENCE
 from memplan.offload_activations import STREAM
 from memplan.parts.ddp import (
     DistributedDataParallel,
@@ -266,7 +267,7 @@ def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]
     They are an all-gather's input and output, a reduce-scatter's output, and gradients that a rank alone has
     divided. Gradients before the reduction and unsharded weights are allocated on the default stream, and so
     are all-gathers that a schedule asks for ahead of time. Each pipeline stage is an FSDP root with streams
-    of its own.
+    of its own, and so is a reference.
 
     Source: `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_all_gather`,
     `torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce`,
@@ -293,3 +294,6 @@ def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]
                     yield buffer, f"all-gather copy-in {local}"
                 for events, _ in (*unit.updates(makes_states=True), *unit.updates(makes_states=False)):
                     yield from [(e.buffer, f"reduce-scatter {local}") for e in events if isinstance(e, Alloc)]
+            if one.units.reference is not None:
+                for buffer in one.units.reference.gathered:
+                    yield buffer, f"all-gather copy-in of the {REFERENCE} {local}"

@@ -119,7 +119,7 @@ class Stage(ModelStage):
             cp_rank=self.cp_rank,
             cp_rotate_method=self.options.cp_rotate_method,
             ep=plan.ep,
-            shards_experts=self.is_fsdp2 and plan.ep > 1,
+            plays_hooks=self.is_fsdp2,
             sequence_parallel=plan.sequence_parallel,
             remakes_dtensors=self.plan.ddp,
             cast_units=units if self.is_fsdp2 and plan.mixed and units != "model" else "",

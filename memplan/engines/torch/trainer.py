@@ -105,6 +105,11 @@ def gathered(weight: Parameter, plan: Plan) -> Collective:
     return Collective(kind="all_gather", axis="dp", what=weight.name, payload_bytes=n_bytes)
 
 
+def _type_of_scores(plan: Plan) -> DType:
+    """The type in which a module under a trainer returns scores of tokens: FSDP2 casts them."""
+    return plan.formats.gather if plan.fsdp and plan.mixed else FP32
+
+
 def metrics_of_tokens(plan: Plan) -> Iterator[Collective]:
     """The numbers of a micro-batch that TRL's SFTTrainer gathers from all ranks.
 
@@ -112,8 +117,8 @@ def metrics_of_tokens(plan: Plan) -> Iterator[Collective]:
     Source: trl.trainer.sft_trainer (`SFTTrainer.compute_loss`), 1.16; accelerate.utils.operations
     (`_gpu_gather`).
     """
-    entropy, n = plan.formats.gather if plan.fsdp and plan.mixed else FP32, plan.world_size
-    metrics = {"tokens with a target": INT64, "entropy": entropy, "tokens predicted": INT64, "tokens": INT64}
+    n, scored = plan.world_size, _type_of_scores(plan)
+    metrics = {"tokens with a target": INT64, "entropy": scored, "tokens predicted": INT64, "tokens": INT64}
     for what, dtype in metrics.items() if n > 1 else ():
         yield Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n * dtype.itemsize)
 
@@ -124,8 +129,11 @@ def metrics_of_pairs(plan: Plan) -> Iterator[Collective]:
     Neglects: the bytes of their sums.
     Source: trl.trainer.dpo_trainer (`DPOTrainer._compute_loss`), 1.16.
     """
-    n, pairs = plan.world_size, plan.micro_batch // 2
-    each = ("entropy and logits", 3, FP32, 1), ("numbers of tokens", 6, INT64, 1), ("rewards", 6, FP32, pairs)
+    n, pairs, scored = plan.world_size, plan.micro_batch // 2, _type_of_scores(plan)
+    each = (
+        ("entropy and logits", 3, scored, 1), ("numbers of tokens", 6, INT64, 1),
+        ("rewards, margins and log-probabilities", 5, scored, pairs), ("right orders", 1, FP32, pairs),
+    )  # fmt: skip
     for what, calls, dtype, n_numbers in each if n > 1 else ():
         n_bytes = n * n_numbers * dtype.itemsize
         yield Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n_bytes, calls=calls)
