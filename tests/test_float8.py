@@ -74,8 +74,57 @@ def test_precomputed_scales_are_reduced_once():
     assert sent(e, "all_reduce") == [(1, 2 * 7 * 2)]
 
 
+DIVIDED: dict[str, Any] = {**SHARDED, "dp": 2, "tp": 2, "sequence_parallel": True}
+
+
+def wide():
+    return implemented(Llama(**{**TINY, "d_model": 128, "d_ff": 320, "vocab_size": 512}), "torchtitan")
+
+
+def sent_over(axis, e, kind):
+    found = [one for one in e.collectives if (one.kind, one.axis) == (kind, axis)]
+    return sum(one.calls for one in found), sum(one.payload_bytes for one in found)
+
+
+def test_tensor_ranks_gather_inputs_and_gradients_of_blocks_in_a_byte_and_fsdp2_their_parts_of_weights():
+    """Two blocks gather twice in each pass; the head's input and the embedding's gradient are not cast."""
+    e = memplan.estimate(wide(), **DIVIDED, float8_all_gather="dynamic")
+    activations = 256 * 128
+    assert sent_over("tp", e, "all_gather") == (10, 2 * (4 * activations + 2 * activations))
+    linears = (128 * 128 * 2 + 128 * 64 * 2 + 128 * 320 * 3) // 2
+    others, ends = 2 * 128 * 2, (2 * 512 * 128 // 2 + 128) * 2
+    assert sent_over("dp", e, "all_gather") == (5, 2 * 2 * (linears + others) + ends)
+    assert sent_over("dp", e, "all_reduce") == (2 * 2 * 7, 2 * 2 * 7 * 2)
+    assert e.worst.states == memplan.estimate(wide(), **{**DIVIDED, "float8": "none"}).worst.states
+
+
+def test_precomputed_scales_are_of_whole_weights_over_tensor_ranks_too():
+    """The largest numbers are reduced over both axes, where dynamic scales are of a tensor rank's part."""
+    dynamic, precomputed = (
+        memplan.estimate(wide(), **DIVIDED, float8_all_gather=how) for how in ("dynamic", "precomputed")
+    )
+    (before, n_before), (after, n_after) = (sent_over("tp", e, "all_reduce") for e in (dynamic, precomputed))
+    assert (after - before, n_after - n_before) == (1, 2 * 7 * 2)
+    assert sent_over("dp", precomputed, "all_reduce") == (1, 2 * 7 * 2)
+
+
+def test_parts_of_linears_that_products_in_float8_do_not_take_are_refused():
+    with pytest.raises(PlanRefused, match=r"d_ff=96 divided by tp=4 is no multiple of 16, .* another tp"):
+        memplan.estimate(tiny("torchtitan"), **ALONE, tp=4)
+
+
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"tp": 2}, MissingRule, "float8='tensorwise' with tp=2 has no rule yet; use tp=1, or float8='none'"),
+    (
+        {"tp": 2, "implementation": "huggingface"},
+        MissingRule,
+        "float8='tensorwise' with tp=2 of .* has no rule yet; use tp=1, implementation='torchtitan', or",
+    ),
+    (
+        {"tp": 2, "precision": "bf16-mixed"},
+        MissingRule,
+        r"with tp=2 under autocast \(zero=0\) has no rule yet; use precision='bf16', or zero=2 or 3",
+    ),
+    ({"pp": 2, "tp": 2}, MissingRule, "float8='tensorwise' with pp=2 has no rule yet; use pp=1"),
     ({"dp": 2}, MissingRule, "float8='tensorwise' with zero=0, dp=2 has no rule yet; use zero=2 or 3"),
     ({"precision": "fp32"}, MissingRule, "precision='fp32' has no rule yet; use precision='bf16-mixed'"),
     ({"float8": "rowwise"}, MissingRule, "use compile='block', or float8='tensorwise'"),

@@ -196,7 +196,7 @@ def test_llama_3_2_3b_has_its_published_parameters():
     assert parameter_count(MODELS["Llama-3.2-3B"]) == 3_212_749_824
 
 
-def test_eight_compiled_runs_are_within_what_is_said_of_them():
+def test_twelve_compiled_runs_are_within_what_is_said_of_them():
     compiled: list[float] = []
     for row in BY_ID.values():
         rate = row["tokens_per_s_per_gpu"]
@@ -206,7 +206,7 @@ def test_eight_compiled_runs_are_within_what_is_said_of_them():
         note for note in comparable_estimate(BY_ID["torchtune-0952"]).notes if "compiled blocks" in note
     ]
     assert f"had {min(compiled)} to {max(compiled)} times the rate" in said
-    assert len(compiled) == 8
+    assert len(compiled) == 12
 
 
 def test_the_command_line_prints_the_number_of_a_published_row():
@@ -223,10 +223,12 @@ def test_the_command_line_prints_the_number_of_a_published_row():
 def test_step_times_of_published_runs_are_near():
     """Those of whole plans: torchtitan's within a tenth; torchao's eager runs were slower by a quarter.
 
-    torchtune's compiled run was faster by a seventh, torchao's two in float8 slower by a sixth and a quarter.
+    torchtune's compiled run was faster by a seventh. Of those in float8, torchtitan's tensorwise ones beside
+    tensor parallelism are within a tenth; its row-wise and torchao's were slower by a sixth to a quarter.
     """
     known = [c for c in map(compared, BY_ID.values()) if c.time_error is not None and not c.differences]
-    assert [round(c.time_error, 2) for c in known if float8_of(c.row)] == [-0.16, -0.25]
+    in_float8 = [round(c.time_error, 2) for c in known if float8_of(c.row)]
+    assert in_float8 == [-0.03, -0.21, -0.09, -0.25, -0.16, -0.25]
     errors = {c.row["row_id"]: abs(c.time_error) for c in known if not float8_of(c.row)}
     assert len(errors) == 21
     assert median(errors.values()) < 0.04

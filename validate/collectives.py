@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from memplan.tracing.collectives import is_permutation
 
@@ -87,7 +86,7 @@ class CollectiveCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
+        if any(map(is_traceable_wrapper_subclass_type, types)):  # what is inside is sent
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if isinstance(func, HigherOrderOperator):  # compiled code calls an operation by it

@@ -281,7 +281,7 @@ def _tensors(
 
 def _tensor(value: Any, what: str, frozen: set[str], mesh: Mapping[Group, int]) -> TracedTensor:
     row = value if isinstance(value, list) else [value]
-    row, gathered = (row[:3], row[3:]) if len(row) == 4 else (row, [])
+    row, gathered = (row[:-1], row[-1:]) if len(row) in (4, 6) else (row, [])
     row = row if len(row) == 5 else [*_items(row, what, str, list, str), [], []]
     name, shape, dtype, placed, of_grad = _items(row, what, str, list, str, list, list)
     return TracedTensor(

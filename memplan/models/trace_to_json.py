@@ -99,11 +99,12 @@ def _plain_tensors(tensors: Iterable[TracedTensor]) -> list[Any]:
 
 
 def _plain_placed(one: TracedTensor) -> list[Any]:
-    """The placements of a DTensor and of its gradient; of a plain tensor the type in which it is gathered."""
+    """The placements of a DTensor and of its gradient, and the type in which a tensor is gathered, if any."""
+    gathered = [one.gathered_as] if one.gathered_as else []
     if not one.placements:
-        return [one.gathered_as] if one.gathered_as else []
+        return gathered
     both = one.placements, one.grad_placements
-    return [[[axis, _plain_placement(own)] for axis, own in placed] for placed in both]
+    return [[[axis, _plain_placement(own)] for axis, own in placed] for placed in both] + gathered
 
 
 def _plain_placement(placement: Placement) -> int | str:

@@ -20,7 +20,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.library import _scoped_library
@@ -90,14 +90,6 @@ class _Generator(torch.Generator):
         return self
 
 
-_SHAPES: Final[Any] = FakeTensorMode.dispatch
-
-
-def _shaped_on_cuda(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """What an operation returns, on `cuda:0` where C++ code says `meta`, as by `CudaTensors`."""
-    return _SHAPES(mode, func, types, args, on_cuda(kwargs or {}))
-
-
 _TRACES: Final[Any] = ProxyTorchDispatchMode.__torch_dispatch__
 
 
@@ -140,7 +132,6 @@ def compiling(recorder: Recorder) -> Iterator[None]:
         patch.object(torch.cuda, "_DeviceGuard", _Device),
         patch.object(_triton, "triton_hash_with_backend", lambda: ""),
         patch("torch._inductor.scheduler.has_triton", lambda: True),
-        patch.object(FakeTensorMode, "dispatch", _shaped_on_cuda),
         patch.object(FakeTensor, "is_meta", property(lambda _: False), create=True),
         patch.object(ProxyTorchDispatchMode, "__torch_dispatch__", _traced_on_cuda),
         patch.object(GraphLowering, "_compile_to_module_lines", loaded),

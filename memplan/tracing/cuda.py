@@ -58,6 +58,7 @@ def without_a_gpu() -> Iterator[OfWrappers]:
     changes: tuple[AbstractContextManager[Any], ...] = (
         patch.object(Tensor, "_make_subclass", _made_on_meta),
         patch.object(Tensor, "_make_wrapper_subclass", _wrapper_on_meta),
+        patch.object(FakeTensorMode, "dispatch", _shaped_on_cuda),
         patch.object(FakeTensor, "is_cuda", property(_is_on_cuda), create=True),
         patch.object(torch.cuda, "_lazy_init", lambda: None),
         patch.object(torch.cuda, "current_device", lambda: 0),
@@ -65,6 +66,7 @@ def without_a_gpu() -> Iterator[OfWrappers]:
         patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
         patch.object(torch.backends.cudnn, "is_acceptable", lambda _: False),
         patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        patch.object(checkpoint, "_infer_device_type", lambda *_: CUDA.type),
         patch.object(checkpoint, "get_device_states", lambda *_: ([], [])),
     )
     with ExitStack() as stack:
@@ -112,15 +114,12 @@ def on_cuda(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**kwargs, "device": CUDA} if kwargs.get("device") == META else kwargs
 
 
-class CudaTensors(FakeTensorMode):
-    """PyTorch's mode for tensors without data, on `cuda:0` where C++ code says `meta`."""
+_SHAPES: Final[Any] = FakeTensorMode.dispatch
 
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
 
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What an operation returns."""
-        return super().dispatch(func, types, args, on_cuda(kwargs or {}))
+def _shaped_on_cuda(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What an operation on tensors without data returns, on `cuda:0` where C++ code says `meta`."""
+    return _SHAPES(mode, func, types, args, on_cuda(kwargs or {}))
 
 
 # --- Choices ---

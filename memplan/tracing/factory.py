@@ -155,7 +155,8 @@ def traced_from_sizes(
     runs_on = torch.device("cpu") if device == "cpu" else CUDA
 
     def divides(one: nn.Module, ranks: Any) -> None:
-        parallelize(cast(TorchtitanTransformer, one), ranks["tp"], sequence_parallel=sequence_parallel)
+        module = cast(TorchtitanTransformer, one)
+        parallelize(module, ranks["tp"], sequence_parallel=sequence_parallel, float8=recipe)
 
     with loss_parallel() if mesh else nullcontext():
         found = traced(

@@ -14,6 +14,18 @@ HEAD: Final = "head.output"
 """The head of torchtitan's module here, whose name there is `output` (`filter_fqns`)."""
 
 
+def styles_in_float8() -> tuple[Any, Any, Any]:
+    """The styles of products by columns and by rows, and of their inputs, that gather what is cast already.
+
+    They are of one scale for each tensor; other recipes have PyTorch's own styles.
+
+    Source: torchtitan/models/llama3/infra/parallelize.py (`apply_tp`, `enable_float8_tensorwise_tp`).
+    """
+    with installed("float8", "float8"), without_remarks():
+        torchao: Any = import_module("torchao.float8.float8_tensor_parallel")
+    return torchao.Float8ColwiseParallel, torchao.Float8RowwiseParallel, torchao.PrepareFloat8ModuleInput
+
+
 def with_float8(module: nn.Module, recipe: str, *, all_gather: bool = False) -> nn.Module:
     """The module with its linears but the head's converted by a recipe of torchao; as it is for "none".
 

@@ -154,8 +154,8 @@ class Operation:
 class Shapes:
     """Runs operations on tensors without data."""
 
-    def __init__(self, mode: FakeTensorMode | None = None) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # what it would keep is kept here
         self._memos: defaultdict[Hashable, Memo] = defaultdict(Memo)
         self._common: dict[torch.device, dict[str, Any]] = {}

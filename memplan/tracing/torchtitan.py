@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from memplan.models.torchtitan import TorchtitanLlama
+from memplan.tracing.float8 import styles_in_float8
 
 KEPT_OPERATIONS: Final = [
     torch.ops.aten.mm.default,
@@ -192,31 +193,37 @@ class TorchtitanTransformer(nn.Module):
         return cast(Tensor, self.head["output"](self.head["norm"](x)))
 
 
+STYLES: Final = (ColwiseParallel, RowwiseParallel, PrepareModuleInput)
+"""How products by columns and by rows are divided, and their inputs prepared."""
+
+
 def embedding_style(*, sequence_parallel: bool) -> ParallelStyle:
     """How the embedding of tokens is divided over tensor-parallel ranks: its rows."""
     return RowwiseParallel(input_layouts=Replicate(), output_layouts=_between(sequence_parallel))
 
 
 def block_styles(
-    *, sequence_parallel: bool, rotary: bool = True, gated: bool = True
+    *, sequence_parallel: bool, float8: str = "none", rotary: bool = True, gated: bool = True
 ) -> dict[str, ParallelStyle]:
     """How the modules of a block are divided, by their paths in it.
 
+    `float8`: torchao's recipe, by whose styles inputs are cast before they are gathered if it has them;
     `rotary`: attention is called with angles too; `gated`: the feed-forward network has three products.
 
-    Source: torchtitan/parallelisms/parallelize_llama.py (`apply_tp`).
+    Source: torchtitan/models/llama3/infra/parallelize.py (`apply_tp`).
     """
-    between, columns = _between(sequence_parallel), ColwiseParallel()
-    rows = RowwiseParallel(output_layouts=between)
+    by_columns, by_rows, prepared = styles_in_float8() if float8 == "tensorwise" else STYLES
+    between, columns = _between(sequence_parallel), by_columns()
+    rows = by_rows(output_layouts=between)
     layouts: tuple[Any, ...] = (between, None) if rotary else (between,)
     desired: tuple[Any, ...] = (Replicate(), None) if rotary else (Replicate(),)
     styles: dict[str, ParallelStyle] = {
-        "attention": PrepareModuleInput(input_layouts=layouts, desired_input_layouts=desired),
+        "attention": prepared(input_layouts=layouts, desired_input_layouts=desired),
         "attention.wq": columns,
         "attention.wk": columns,
         "attention.wv": columns,
         "attention.wo": rows,
-        "feed_forward": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        "feed_forward": prepared(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
         "feed_forward.w1": columns,
         "feed_forward.w2": rows,
     }
@@ -239,14 +246,16 @@ def _between(sequence_parallel: bool) -> Any:
     return Shard(1) if sequence_parallel else Replicate()
 
 
-def parallelize(module: TorchtitanTransformer, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Divide the model over tensor-parallel ranks, with its sequences between the regions if asked."""
+def parallelize(
+    module: TorchtitanTransformer, mesh: DeviceMesh, *, sequence_parallel: bool, float8: str
+) -> None:
+    """Divide the model over tensor-parallel ranks, as `block_styles` and its neighbours say."""
     tokens, output = (cast(Any, one) for one in (module.embedding["tokens"], module.head["output"]))
     tied = output.weight is tokens.weight
     how = {"sequence_parallel": sequence_parallel}
     parallelize_module(module.embedding, mesh, {"tokens": embedding_style(**how)})
     for block in module.blocks:
-        parallelize_module(block, mesh, block_styles(**how))
+        parallelize_module(block, mesh, block_styles(**how, float8=float8))
     parallelize_module(module.head, mesh, head_styles(**how))
     if tied:
         output.weight = tokens.weight

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
@@ -50,7 +51,7 @@ from memplan.record import HookKind
 from memplan.tracing.cache import no_collection, setting
 from memplan.tracing.compiled import compiled, compiling
 from memplan.tracing.context import chosen_for_dtensors, divided_sequences
-from memplan.tracing.cuda import CUDA, CudaTensors, NotRun, without_a_gpu
+from memplan.tracing.cuda import CUDA, NotRun, without_a_gpu
 from memplan.tracing.divided import (
     Parallelize,
     axes_of,
@@ -280,7 +281,7 @@ def _traced(
     """The model of an example as the rank at this place along cp runs it."""
     eager = not (compiles or experts_within or _has_hooks(example.module))
     runs = _checked_runs(precisions, autocasts=eager, of_deepspeed=zero3 or ulysses, over_cp="cp" in mesh)
-    shapes = Shapes(CudaTensors() if (plays_cuda := runs_on == CUDA and not executed) else None)
+    shapes, plays_cuda = Shapes(), runs_on == CUDA and not executed
     why, kind = "", {"any_length": any_length, "zero3": zero3, "experts_within": experts_within}
     with ExitStack() as stack:
         stack.enter_context(no_collection())
@@ -815,13 +816,22 @@ class _Tracer:
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether a parameter has hooks around FSDP2's all-gather."""
-    return any(hasattr(one, HOOK) for one in module.parameters())
+    return any(_hooked(one) is not None for one in module.parameters())
+
+
+def _hooked(tensor: Tensor) -> Any:
+    """The tensor with hooks around FSDP2's all-gather, of a DTensor its local one; None where there are none.
+
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._sharded_local_tensor`.
+    """
+    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return own if hasattr(own, HOOK) else None
 
 
 def _check_hooks(outside: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raise if a parameter outside the blocks has hooks around FSDP2's all-gather."""
     for name, one in outside:
-        if hasattr(one, HOOK):
+        if _hooked(one) is not None:
             raise MissingRule(
                 f"FSDP2's all-gather of {name} in float8 has no rule, as it is in no block; use "
                 "float8_all_gather='none'.",
@@ -1093,9 +1103,8 @@ def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
     is_parameter, own = isinstance(tensor, nn.Parameter), local(tensor)
     keeps = weights == torch.float32 and not tensor.requires_grad
     dtype = weights if is_parameter and tensor.is_floating_point() and not keeps else tensor.dtype
-    extends, gathered = hasattr(tensor, HOOK), dtype
-    if extends:
-        gathered = cast(Any, tensor)._dtype
+    hooked = _hooked(tensor)
+    gathered = dtype if hooked is None else hooked._dtype
     if not is_parameter:
         made = _without_values(own.detach(), recorder)
     elif recorder.executes:
@@ -1104,10 +1113,10 @@ def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
         made = _without_values(torch.empty_like(own, device="meta"), recorder, gathered)
     recorder.register(made, WEIGHT if is_parameter else GIVEN)
     with nullcontext() if recorder.executes else recorder:  # a parameter is a view of its tensor
-        if extends:
+        if hooked is not None:
             scale = _given(torch.ones(()), recorder)
-            made, _ = cast(Any, tensor).fsdp_post_all_gather((made,), (scale,), dtype)
-        elif own is not tensor:
+            made, _ = hooked.fsdp_post_all_gather((made,), (scale,), dtype)
+        if isinstance(tensor, DTensor):
             made = wrapped(made, tensor)
         return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
 
@@ -1414,8 +1423,8 @@ def _of_module(name: str, tensor: Tensor, requires_grad: bool = True) -> TracedT
     """A buffer, or a parameter; one that is unused is cast as a trained one."""
     dtype = "float32" if tensor.requires_grad and not requires_grad else dtype_name(tensor.dtype)
     shape = tuple([(Term(n),) for n in tensor.shape])
-    gathered = getattr(tensor, "_dtype", None) if hasattr(tensor, HOOK) else None
-    gathered_as = "" if gathered is None else dtype_name(gathered)
+    hooked = _hooked(tensor)
+    gathered_as = "" if hooked is None else dtype_name(hooked._dtype)
     return TracedTensor(name, shape, dtype, requires_grad, placed(tensor), gathered_as=gathered_as)
 
 

@@ -18,6 +18,7 @@ from unittest.mock import patch
 from memplan import Cluster, Model, cluster, preset
 from memplan.checks import LARGEST_BYTES as LARGEST_GPU_BYTES
 from memplan.checks import checked_choice, checked_count
+from memplan.engines.torch.options import FLOAT8
 from memplan.errors import InvalidValue, MemplanError, reason, shown_value
 from memplan.estimate import Estimate, estimate
 from memplan.files import file_text, of_file
@@ -398,21 +399,21 @@ def compiles(row: Row) -> bool:
     return row["compile"] == "true" and row["pp"] == "1" and not _chunks_loss(row)
 
 
-FLOAT8: Final[Mapping[str, Mapping[str, str]]] = {
-    "fp8 tensorwise": {"float8": "tensorwise", "float8_all_gather": "precomputed"},
-    "fp8 rowwise": {"float8": "rowwise"},
-    "fp8 rowwise_with_gw_hp": {"float8": "rowwise_with_gw_hp"},
-}
-"""torchao's recipes by its own tables, with the all-gather that these state.
-
-Source: pytorch/ao docs/source/workflows/training.md, benchmarks/float8/training/torchtitan_benchmark.sh.
-"""
-
-
 def float8_of(row: Row) -> Mapping[str, str]:
-    """The options of products in float8; none where a row does not state them, or they have no rule."""
-    stated = row["row_id"].startswith("torchao") and compiles(row)
-    return FLOAT8.get(row["precision"], {}) if stated else {}
+    """The options of products in float8; none where a row does not state them, or they have no rule.
+
+    torchao's tables state an all-gather in float8 for tensorwise scales; torchtitan's commands beside tensor
+    parallelism ask for none.
+
+    Source: pytorch/ao docs/source/workflows/training.md, benchmarks/float8/training/torchtitan_benchmark.sh;
+    torchtitan/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md.
+    """
+    recipe, by_torchao = row["precision"].removeprefix("fp8 "), row["row_id"].startswith("torchao")
+    stated = by_torchao or row["row_id"].startswith("torchtitan-asynctp")
+    if recipe not in FLOAT8 or not stated or not compiles(row):
+        return {}
+    gathered = by_torchao and recipe == "tensorwise"
+    return {"float8": recipe, "float8_all_gather": "precomputed" if gathered else "none"}
 
 
 def by_torchtitan(row: Row) -> bool:

@@ -38,6 +38,22 @@ GATHERED: Final[tuple[dict[str, Any], ...]] = (
 )
 """One rank of 8 or 64, whose linears' weights are gathered in float8."""
 
+SEQUENCES: Final = {"sequence_parallel": True}
+
+DIVIDED: Final[tuple[dict[str, Any], ...]] = (
+    {"dp": 4, "tp": 2, "zero": 3, **SEQUENCES, **COMPILED, **TENSORWISE},
+    {"dp": 8, "tp": 8, "zero": 3, "recompute": "selective", "micro_batch": 4, "clip_grad_norm": 1.0}
+    | {**SEQUENCES, **COMPILED, **PRECOMPUTED},
+    {"dp": 4, "tp": 4, "zero": 3, "recompute": "full", "micro_batch": 2, **COMPILED, **DYNAMIC},
+    {"tp": 4, "precision": "bf16", "seq_len": 4096, **SEQUENCES, **COMPILED, **ROWWISE},
+    {"tp": 4, "precision": "bf16", "seq_len": 4096, **SEQUENCES, **TENSORWISE},
+    {"dp": 4, "tp": 4, "zero": 2, "seq_len": 4096, "global_batch": 8, **TENSORWISE},
+    {"dp": 2, "tp": 2, "dp_replicate": 2, "zero": 3, "fsdp_units": "block+ends", "seq_len": 4096}
+    | {**SEQUENCES, **PRECOMPUTED},
+    {"dp": 8, "tp": 8, "zero": 3, "recompute": "full", **SEQUENCES, **DYNAMIC},
+)
+"""One rank of 4 to 64 whose blocks are divided over tensor-parallel ranks too."""
+
 ALONE: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16", "seq_len": 4096, **TENSORWISE},
     {"seq_len": 2048, "recompute": "full", **TENSORWISE},
@@ -52,6 +68,7 @@ MODELS: Final = (
     ("llama-3-8b", "huggingface", [SHARDED[0], SHARDED[2]]),
     ("qwen3-4b", "huggingface", [ALONE[0], ALONE[3]]),
     ("llama-3-8b", "torchtitan", GATHERED),
+    ("llama-3-8b", "torchtitan", DIVIDED),
     ("qwen3-8b", "huggingface", [GATHERED[1], GATHERED[2], GATHERED[4]]),
 )
 """Models, whose code, and plans."""

@@ -75,8 +75,9 @@ def _precomputed(stages: RankStages) -> Iterator[Stretch]:
     if stages.options.float8_all_gather == "precomputed":
         scales = precomputed_scales(stages.stored_parts)
         n_bytes = scales.n_bytes // FP32.itemsize * stages.weight_dtype.itemsize
-        sent = _all_reduce(stages.plan.shard_group, "largest numbers of weights", n_bytes)
-        yield events("scales of weights in float8", (*allocs(scales), sent, *frees(scales)))
+        axes = (stages.plan.shard_group, *["tp"] * (stages.plan.tp > 1))
+        sent = [_all_reduce(axis, "largest numbers of weights", n_bytes) for axis in axes]
+        yield events("scales of weights in float8", (*allocs(scales), *sent, *frees(scales)))
 
 
 def _sync_parameters(stages: RankStages) -> Iterator[Stretch]:

@@ -41,6 +41,7 @@ from memplan.offload_activations import MOST_STASHED
 from memplan.optimizers import COMMON
 from memplan.parts.weight_updates import is_fp8
 from memplan.passes.recorded import checked_cut
+from memplan.placements import local_shape
 from memplan.plan import Plan
 from memplan.shapes import BF16, FP32
 
@@ -548,10 +549,14 @@ def _check_compiled(model: Model, plan: Plan) -> None:
         "precision='bf16', or zero=2 or 3, where FSDP2 casts",
     )
     order = ": the order in which DDP reduces"
+    of_tp = _of_tensor_ranks(model, plan)
+    _check_beside_modules(plan, "compile", "torch.compile", of_tp, under_autocast, of_ddp=order)
+
+
+def _of_tensor_ranks(model: Model, plan: Plan) -> tuple[bool, str, str]:
+    """The row of modules over tensor-parallel ranks, of which torchtitan's Llama alone has a rule."""
     other = plan.tp > 1 and not isinstance(model, TorchtitanLlama)
-    of_tp = other, f"tp={plan.tp} of {model.code}", "tp=1, implementation='torchtitan'"
-    axes = tuple(axis for axis in NOT_COMPILED if axis != "tp")
-    _check_beside_modules(plan, "compile", "torch.compile", of_tp, under_autocast, of_ddp=order, axes=axes)
+    return other, f"tp={plan.tp} of {model.code}", "tp=1, implementation='torchtitan'"
 
 
 def _check_beside_modules(
@@ -560,18 +565,17 @@ def _check_beside_modules(
     kind: str,
     *own: tuple[bool, str, str],
     of_ddp: str = "",
-    axes: Sequence[str] = NOT_COMPILED,
 ) -> None:
     """Raise for what has no rule beside an option that changes the modules.
 
-    `own`: the option's further rows: whether it is asked for, what, and what to use; `of_ddp`: what of DDP;
-    `axes`: the axes that have no rule with it.
+    `own`: the option's further rows, of tensor parallelism too: whether it is asked for, what, and what to
+    use; `of_ddp`: what of DDP.
     """
     _check_beside_option(
         plan,
         option,
         kind,
-        *_divided_over(plan, axes),
+        *_divided_over(plan, ("pp", "cp", "ep")),
         (torch_options(plan).fsdp_version == 1, "fsdp_version=1", "fsdp_version=2"),
         (plan.ddp, f"zero={plan.zero}, dp={plan.dp}{of_ddp}", "zero=2 or 3"),
         (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
@@ -611,17 +615,42 @@ def _check_float8(model: Model, plan: Plan) -> None:
             f"{-(-plan.seq_len // SCALED_MM_MULTIPLE) * SCALED_MM_MULTIPLE}.",
             kind="float8 of tokens that are no multiple of 16",
         )
+    _check_parts_in_float8(model, plan)
     _check_beside_modules(
         plan,
         "float8",
         "float8",
+        _of_tensor_ranks(model, plan),
         (
             recipe != "tensorwise" and compiled_blocks(plan) is None,
             "compile='none', which was compared with no run,",
             "compile='block', or float8='tensorwise'",
         ),
         (plan.formats.compute != BF16, f"precision={plan.precision!r}", "precision='bf16-mixed' or 'bf16'"),
+        (
+            plan.tp > 1 and plan.autocasts,
+            f"tp={plan.tp} under autocast (zero={plan.zero})",
+            "precision='bf16', or zero=2 or 3, where FSDP2 casts",
+        ),
     )
+
+
+def _check_parts_in_float8(model: Model, plan: Plan) -> None:
+    """Raise for a rank's parts of linears in float8 that its products do not take.
+
+    Source: aten/src/ATen/native/cuda/ScaledBlas.cpp (`_scaled_mm_cuda`).
+    """
+    if plan.tp == 1 or not isinstance(model, TorchtitanLlama):
+        return
+    heads, kv_heads = model.n_heads * model.d_head, model.n_kv_heads * model.d_head
+    sizes = ("d_ff", model.d_ff), ("n_heads x d_head", heads), ("n_kv_heads x d_head", kv_heads)
+    for what, n in sizes:
+        if n % (SCALED_MM_MULTIPLE * plan.tp):
+            raise PlanRefused(
+                f"float8={torch_options(plan).float8!r}: {what}={n} divided by tp={plan.tp} is no multiple "
+                f"of {SCALED_MM_MULTIPLE}, as torch._scaled_mm demands; use another tp, or float8='none'.",
+                kind="float8 of parts of linears that are no multiple of 16",
+            )
 
 
 def _check_float8_all_gather(model: Model, plan: Plan) -> None:
@@ -665,7 +694,7 @@ def _check_even_shards(model: Model, plan: Plan) -> None:
     if not isinstance(model, TracedModel):
         return
     for one in [one for one, _ in model.parameters if one.gathered_as]:
-        rows = shape_at(one.shape, 1, 1)[0]
+        rows = local_shape(shape_at(one.shape, 1, 1), dict(one.placements), model.mesh)[0]
         if rows % plan.n_shards:
             raise PlanRefused(
                 f"float8_all_gather={torch_options(plan).float8_all_gather!r}: the {rows} rows of {one.name} "
@@ -758,6 +787,7 @@ def _check_liger(model: Model, plan: Plan) -> None:
         plan,
         "liger_kernel",
         "Liger's loss",
+        *_divided_over(plan, ("tp",)),
         (
             plan.autocasts,
             f"precision={plan.precision!r} under autocast (zero={plan.zero})",

@@ -326,8 +326,13 @@ def cut_tensors(stage: Transformer, plan: Plan, at: Rank, mesh: DeviceMesh) -> N
         if isinstance(stage.embedding, GptEmbedding) and plan.sequence_parallel:
             stage.embedding.sequence_shard = (at.tp, plan.tp)
     for block in stage.blocks.values():
-        shape = {"rotary": stage.rotation is not None, "gated": hasattr(block.feed_forward, "w3")}
-        parallelize_module(block, mesh, block_styles(sequence_parallel=plan.sequence_parallel, **shape))
+        styles = block_styles(
+            sequence_parallel=plan.sequence_parallel,
+            float8=torch_options(plan).float8,
+            rotary=stage.rotation is not None,
+            gated=hasattr(block.feed_forward, "w3"),
+        )
+        parallelize_module(block, mesh, styles)
     if stage.head is not None:
         parallelize_module(stage.head, mesh, head_styles(sequence_parallel=plan.sequence_parallel))
     if tied:
