@@ -20,6 +20,7 @@ from memplan.device import DeviceType
 from memplan.errors import (
     InvalidValue,
     MemplanError,
+    MissingRule,
     UnknownName,
     did_you_mean,
     installed,
@@ -30,12 +31,22 @@ from memplan.errors import (
 from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
-from memplan.models.recording import FLOAT8, FLOAT8_ALL_GATHER, TRAINER, ZERO3, ByTrainer, Compiles, Scoring
+from memplan.models.recording import (
+    BEYOND_WINDOW,
+    FLOAT8,
+    FLOAT8_ALL_GATHER,
+    TRAINER,
+    ZERO3,
+    ByTrainer,
+    Compiles,
+    Scoring,
+)
 from memplan.models.traced import TracedModel
 from memplan.tracing.adapters import with_adapters
 from memplan.tracing.cache import without_remarks
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
+from memplan.tracing.divided import windows_of
 from memplan.tracing.example import Example, checked_example
 from memplan.tracing.float8 import with_float8
 from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
@@ -52,6 +63,15 @@ IMAGE: Final = 224
 
 NOT_READ: Final = ("auto_map", "torch_dtype", "dtype", "attn_implementation", "use_cache")
 """Keys that say where code is, or what a plan says."""
+
+OF_PLANS: Final = (ADAPTERS, ZERO3, FLOAT8, FLOAT8_ALL_GATHER, TRAINER, BEYOND_WINDOW)
+"""Keys that memplan adds to a file's own, of what a plan says."""
+
+REACHED: Final = 16
+"""A window that all traced sequences reach."""
+
+ITSELF: Final = "trace the module itself, with its inputs and its loss (memplan.trace)."
+"""The way out where inputs are not made here."""
 
 LENGTHS: Final = (
     "max_position_embeddings",
@@ -96,9 +116,7 @@ def traced_from_config(
         checked_count(key, config.value(key, 1), most=MOST_LAYERS)
     task, class_name = _class_of(kind, config.architecture)
     own = {
-        k: v
-        for k, v in config.values.items()
-        if k not in (*NOT_READ, ADAPTERS, ZERO3, FLOAT8, FLOAT8_ALL_GATHER, TRAINER) and not k.startswith("_")
+        k: v for k, v in config.values.items() if k not in (*NOT_READ, *OF_PLANS) and not k.startswith("_")
     }
     offline = patch.object(import_module("huggingface_hub.constants"), "HF_HUB_OFFLINE", True)
     with installed(f"transformers' {class_name}", "huggingface"), without_remarks():
@@ -112,12 +130,13 @@ def traced_from_config(
             module = with_adapters(module, Adapters(**adapters), _of_products(precisions))
         inputs = _inputs_of(task, settings, (mesh or {}).get("cp", 1))
         known = _longest(settings) if "input_ids" in inputs else None
+        lengths = _at_window(module.config, beyond=config.value(BEYOND_WINDOW, False))
         example = _example(module, inputs, config.value(TRAINER, None))
         gathers_float8 = config.value(FLOAT8_ALL_GATHER, False)
         with_float8(module, config.value(FLOAT8, "none"), all_gather=gathers_float8)
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         asked = [precision for precision in precisions if precision in RUNS] or USUAL
-        return traced(
+        found = traced(
             example,
             runs_on,
             None,
@@ -129,6 +148,7 @@ def traced_from_config(
             zero3=config.value(ZERO3, False),
             compiles=compiles,
         )
+        return replace(found, lengths=lengths)
     except MemplanError:
         raise
     except Exception as error:
@@ -159,7 +179,7 @@ def _of_products(precisions: Sequence[str]) -> torch.dtype:
     return found
 
 
-def inputs_of(module: nn.Module, cp: int = 1) -> Mapping[str, Tensor] | None:
+def inputs_of(module: nn.Module, cp: int = 1) -> "Inputs | None":
     """What a module of transformers is called with, over context-parallel ranks; None for any other module.
 
     Raises:
@@ -174,15 +194,41 @@ def inputs_of(module: nn.Module, cp: int = 1) -> Mapping[str, Tensor] | None:
 
 
 def _inputs_of(task: str, settings: Any, cp: int) -> "Inputs":
-    """What a class is called with for a task, on each of these context-parallel ranks as many tokens."""
-    inputs = TASKS[task](settings, _example_length(settings) * cp)
+    """What a class is called with for a task, on each of these context-parallel ranks as many tokens.
+
+    Raises:
+        MissingRule: the settings do not say what these are made of.
+    """
+    try:
+        inputs = TASKS[task](settings, _example_length(settings) * cp)
+    except AttributeError as missing:
+        raise MissingRule(
+            f"{settings.model_type} is called with inputs that are not made from a config.json ({missing}); "
+            f"{ITSELF}",
+            kind="a class of transformers whose inputs a config.json does not say",
+        ) from missing
     return as_trainer_divides(inputs) if cp > 1 and task == "CAUSAL_LM" else inputs
 
 
 def _longest(settings: Any) -> int:
     """The trained length."""
     of_text = settings.get_text_config()
-    return next((found for key in LENGTHS if (found := getattr(of_text, key, None))), LENGTH)
+    return next((found for key in LENGTHS if (found := getattr(of_text, key, None) or 0) > 0), LENGTH)
+
+
+def _at_window(settings: Any, *, beyond: bool) -> tuple[int, int]:
+    """The least and the most tokens of the sequences that reach a module's window, or of those that do not.
+
+    All traced sequences are made to reach it, or not to: only the values of its masks depend on its size.
+    """
+    longest = _longest(settings)
+    windows = {key: size for key, size in windows_of(settings).items() if size <= longest}
+    if not windows:
+        return 0, 0
+    for key in windows:
+        setattr(settings.get_text_config(), key, REACHED if beyond else longest + 1)
+    window = min(windows.values())
+    return (window, 0) if beyond else (0, window - 1)
 
 
 def _example_length(settings: Any) -> int:
@@ -213,9 +259,16 @@ def _class_of(kind: str, architecture: str | None) -> tuple[str, str]:
     if architecture is None and known:
         architecture = next(iter(known))
     if architecture not in known:
+        its_class = getattr(import_module("transformers"), architecture or "", None)
+        if getattr(getattr(its_class, "config_class", None), "model_type", None) == kind:
+            others = f"are those of {', '.join(known)}" if known else "are none"
+            raise MissingRule(
+                f"{architecture} is called with inputs that are not made from a config.json (of {kind} "
+                f"{others}); {ITSELF}",
+                kind="a class of transformers whose inputs a config.json does not say",
+            )
         traced = f"Known: {', '.join(known)};" if known else f"No {kind} is traced from a config.json;"
-        way_out = f"{traced} trace the module itself, with its inputs and its loss (memplan.trace)."
-        raise unknown_name(f"{kind} architecture", architecture, known, way_out)
+        raise unknown_name(f"{kind} architecture", architecture, known, f"{traced} {ITSELF}")
     return known[architecture], architecture
 
 
@@ -231,7 +284,7 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **named)
 
 
-Inputs = Mapping[str, Tensor]
+Inputs = Mapping[str, Any]
 
 
 def _tokens(settings: Any, length: int) -> dict[str, Tensor]:
@@ -259,11 +312,27 @@ def _spans(settings: Any, length: int) -> Inputs:
     return {**_tokens(settings, length), "start_positions": at, "end_positions": at.clone()}
 
 
-def _images(settings: Any, _length: int) -> Inputs:
-    size = getattr(settings, "image_size", IMAGE)
+def _pixels(settings: Any) -> Tensor:
+    """Two images of the size that the settings say, or those of their part for images."""
+    own = getattr(settings, "vision_config", settings)
+    size = getattr(own, "image_size", IMAGE)
     rows, columns = size if isinstance(size, list | tuple) else (size, size)
-    images = torch.empty(2, settings.num_channels, rows, columns, device="meta")
-    return {"pixel_values": images, "labels": torch.zeros(2, dtype=torch.int64)}
+    return torch.empty(2, own.num_channels, rows, columns, device="meta")
+
+
+def _images(settings: Any, _length: int) -> Inputs:
+    return {"pixel_values": _pixels(settings), "labels": torch.zeros(2, dtype=torch.int64)}
+
+
+def _segments(settings: Any, _length: int) -> Inputs:
+    """Images, and a class for each of their pixels."""
+    images = _pixels(settings)
+    return {"pixel_values": images, "labels": torch.zeros(2, *images.shape[2:], dtype=torch.int64)}
+
+
+def _pairs(settings: Any, length: int) -> Inputs:
+    """Images and as many texts, of which those that belong together are told apart from all others."""
+    return {**_tokens(settings, length), "pixel_values": _pixels(settings), "return_loss": True}
 
 
 def _speech(settings: Any, length: int) -> Inputs:
@@ -282,5 +351,7 @@ TASKS: Final[Mapping[str, Callable[[Any, int], Inputs]]] = {
     "SEQUENCE_CLASSIFICATION": _classes_of_texts,
     "TOKEN_CLASSIFICATION": _classes_of_tokens,
     "QUESTION_ANSWERING": _spans,
+    "SEMANTIC_SEGMENTATION": _segments,
+    "ZERO_SHOT_IMAGE_CLASSIFICATION": _pairs,
 }
 """What a class is called with, by the name of transformers' table of such classes."""

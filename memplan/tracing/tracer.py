@@ -59,6 +59,7 @@ from memplan.tracing.divided import (
     local,
     own_plan,
     placed,
+    windows_of,
     wrapped,
 )
 from memplan.tracing.example import Example, Loss, Stack, checked_example, stacks_of, structure_of
@@ -185,6 +186,11 @@ def trace(
         raise InvalidValue("zero3=True is traced without a GPU, on one rank; leave out executed and mesh.")
     runs_on = _checked_device(device, executed=executed)
     example = checked_example(module, example_inputs, loss, targets, sequence)
+    if any(
+        min(LENGTHS) < size <= example.point[1]
+        for size in windows_of(getattr(module, "config", None)).values()
+    ):
+        example = replace(example, is_of_one_size=True)  # shorter ones do not reach its window
     return traced(
         example,
         runs_on,
