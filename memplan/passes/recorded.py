@@ -121,6 +121,7 @@ def _recorded(
         part = _of_stage(part, model, recording, buffers, sent, context, entry, first=first, last=last)
     loss, head, after_head = part["loss_backward"], part["head"], part["loss"]
     further = [kind for kind in called_kinds(model.of_kind) if kind != BLOCKS]
+    units = [kind for kind in further if model.role(kind) in ("block", "module")]
     if context.autocast is not None and ends is None:
         head, after_head = _within_autocast(head, after_head, context)
     known = {kind: own(model.of_kind[kind].parameters) for kind in kinds}
@@ -149,7 +150,9 @@ def _recorded(
         boundary=boundary,
         sent=sent,
         boundary_grad=_buffer(buffers, recording.boundary_grad, context.weight_dtype),
-        blocks_require_grad=recording.boundary_grad >= 0 or not model.n_layers,
+        blocks_require_grad=recording.boundary_grad >= 0
+        or not model.n_layers
+        or any(part[name].events for name in _backward_of(units)),
         entry_requires_grad=recording.entry_requires_grad or not model.n_layers or not first,
         has_blocks=model.n_layers > 0,
     )

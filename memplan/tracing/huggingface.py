@@ -261,7 +261,7 @@ def _class_of(kind: str, architecture: str | None) -> tuple[str, str]:
     if architecture not in known:
         its_class = getattr(import_module("transformers"), architecture or "", None)
         if getattr(getattr(its_class, "config_class", None), "model_type", None) == kind:
-            others = f"are those of {', '.join(known)}" if known else "are none"
+            others = f"those of {', '.join(known)} are" if known else "none are"
             raise MissingRule(
                 f"{architecture} is called with inputs that are not made from a config.json (of {kind} "
                 f"{others}); {ITSELF}",

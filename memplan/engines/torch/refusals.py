@@ -657,6 +657,21 @@ def _check_float8_all_gather(model: Model, plan: Plan) -> None:
     )
 
 
+def _check_scalars(model: Model, plan: Plan) -> None:
+    """Raise for parameters without dims, which FSDP2 does not shard.
+
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_init:_verify_managed_param`.
+    """
+    if not isinstance(model, TracedModel) or not plan.fsdp or torch_options(plan).fsdp_version != 2:
+        return
+    for one in [one for one, _ in model.parameters if not one.shape]:
+        raise PlanRefused(
+            f"zero={plan.zero}: FSDP2 shards no parameter without dims, as is {one.name} of {model.name}; "
+            "use zero=0 or 1, or trace the module with one element in its place (memplan.trace).",
+            kind="FSDP2 of a parameter without dims",
+        )
+
+
 def _check_even_shards(model: Model, plan: Plan) -> None:
     """Raise for weights gathered in float8 that do not divide evenly: their hook gathers no padding.
 
@@ -1236,6 +1251,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_recordings,
     _check_traced,
     _check_recorded,
+    _check_scalars,
     _check_traced_ends,
     _check_cut,
     _check_code,
