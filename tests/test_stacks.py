@@ -10,6 +10,7 @@ from torch import nn
 import memplan
 from memplan import MissingRule, TracedModel
 from memplan.engines.options import plan_of
+from memplan.errors import MemplanError
 from memplan.models.trace_from_json import model_from_trace
 from validate.cases import Case, architecture_traces, shipped_trace
 from validate.judge import References, judged
@@ -18,9 +19,11 @@ from validate.systems.torch.wild import stacks_of, wild_named
 
 pytest.importorskip("transformers")
 
-WRAPPED = {"hf-deepseek-v3": 6, "hf-whisper": 8, "hf-vit-whole": 5}
-"""Modules that transformers' own plan wraps, by the name of a trace on file."""
+WRAPPED = {"hf-deepseek-v3": 6, "hf-whisper": 8, "hf-vit-whole": 5, "hf-siglip-whole": 6}
+"""Modules that transformers' own plan wraps, by the name of a trace on file.
 
+SigLIP's last one is gathered ahead in the backward pass, and nobody waits for it.
+"""
 ON_RANKS: tuple[dict[str, Any], ...] = (
     {"dp": 2, "zero": 3, "precision": "fp32", "micro_batch": 2, "global_batch": 4},
     {"dp": 2, "zero": 3, "precision": "bf16-mixed", "recompute": "full", "micro_batch": 2, "global_batch": 4},
@@ -120,6 +123,25 @@ def test_ones_own_lists_are_units_as_they_are_named(blocks, n_layers, n_gathers)
     assert gathers(traced, seq_len=1) == n_gathers
     e = memplan.estimate(traced, cluster=None, seq_len=1, precision="fp32", dp=2, zero=3, device="cpu")
     assert any("--blocks model.layers" in note for note in e.notes) == (not n_layers)
+
+
+class Scaled(TwoLists):
+    """Two lists of blocks, and a scale without dims, as CLIP has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_a_parameter_without_dims_is_refused_as_fully_shard_refuses_it():
+    """`_verify_managed_param`: "fully_shard doesn't support scalar parameters"; it was an IndexError."""
+    traced = memplan.trace(Scaled(), torch.ones(4, 16), precisions=["fp32"], device="cpu")
+    with pytest.raises(MemplanError, match=r"FSDP2 shards no parameter without dims, as is scale of Scaled"):
+        gathers(traced, seq_len=1)
+    gathers(traced, seq_len=1, zero=0)
 
 
 def test_a_model_of_two_stacks_has_no_pipeline_and_is_recomputed_whole_or_not():

@@ -2,7 +2,14 @@
 
 from memplan.models.base import Decoder, Layers, Model, model_dict, not_adapted, not_divided_so
 from memplan.models.families import Family, implemented
-from memplan.models.lookup import divided, is_of_transformers, model_from_config, resolve, under_deepspeed
+from memplan.models.lookup import (
+    divided,
+    is_of_transformers,
+    model_from_config,
+    of_length,
+    resolve,
+    under_deepspeed,
+)
 from memplan.models.parameters import (
     counted_weights,
     end_modules,
@@ -32,6 +39,7 @@ __all__ = [
     "not_adapted",
     "not_divided",
     "not_divided_so",
+    "of_length",
     "parameter_count",
     "preset",
     "preset_named",

@@ -25,6 +25,7 @@ from memplan.models.families import FAMILIES, implementations_of, implemented
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
 from memplan.models.recording import (
+    BEYOND_WINDOW,
     FLOAT8,
     FLOAT8_ALL_GATHER,
     MIXTURE,
@@ -221,6 +222,29 @@ def under_deepspeed(model: Model, device: DeviceType, precision: str, *, zero3: 
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
     return traced_from_config(Config(values), model.name, device, (precision,), cache=True, mesh=mesh)
+
+
+def of_length(
+    model: Model, seq_len: int, device: DeviceType, precision: str, compiles: Compiles | None = None
+) -> Model:
+    """The model as it trains sequences of this length: itself, or a trace of such sequences.
+
+    A trace of a config.json is of sequences that reach its attention's window, or of shorter ones; for the
+    others it is traced again, as by `divided`. A trace from elsewhere is left as it is.
+
+    Raises:
+        MemplanError: as by `divided`.
+    """
+    if not isinstance(model, TracedModel) or model.is_of(seq_len) or not model.config:
+        return model
+    values = model.config_values() or {}
+    from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
+
+    other = Config(values | {BEYOND_WINDOW: not values.get(BEYOND_WINDOW, False)})
+    found = traced_from_config(
+        other, model.name, device, (precision,), cache=True, mesh=model.mesh, compiles=compiles
+    )
+    return replace(found, remarks=model.remarks, asked_dtype=model.asked_dtype)
 
 
 HOOKED: Final = ("reference", "torchtitan")

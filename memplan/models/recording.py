@@ -65,6 +65,9 @@ FLOAT8: Final = "float8"
 FLOAT8_ALL_GATHER: Final = "float8_all_gather"
 """The key under which a Config says whether FSDP2 gathers the weights of linears in float8."""
 
+BEYOND_WINDOW: Final = "beyond_window"
+"""The key beside a config.json's own that asks for a trace of sequences that reach its attention's window."""
+
 TRAINER: Final = "trainer"
 """The key beside a config.json's own under which is how transformers' Trainer calls the module."""
 

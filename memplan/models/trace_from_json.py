@@ -121,7 +121,7 @@ def _model(data: Any) -> TracedModel:
             f"is no trace; a trace's format is {' or '.join(FORMATS)}: write one with TracedModel.save."
         )
     of = _Reader(data)
-    limits = of("limits", list | None)
+    limits, lengths = of("limits", list | None), of("lengths", list | None) or [0, 0]
     frozen, mesh = set(_texts(of("frozen", list), "frozen")), _mesh(of)
     tensors: dict[str, Any] = {name: _tensors(of(name, list), name, frozen, mesh) for name in TENSORS}
     layers, of_kind = _layers(of, frozen, mesh)
@@ -162,7 +162,8 @@ def _model(data: Any) -> TracedModel:
         blocks=tuple(filter(None, of("blocks", str).split(", "))),
         max_seq_len=checked_count("max_seq_len", of("max_seq_len", int)),
         has_sequence=of("has_sequence", bool),
-        limits=None if limits is None else (_count(limits, 0), _count(limits, 1)),
+        limits=None if limits is None else _two("limits", limits, least=1),
+        lengths=_two("lengths", lengths, least=0),
         neglects=_texts(of("neglects", list | None) or [], "neglects"),
         unused=_texts(of("unused", list | None) or [], "unused"),
         lacks=_texts(of("lacks", list | None) or [], "lacks"),
@@ -231,8 +232,9 @@ def _texts(values: list[Any], what: str) -> tuple[str, ...]:
     return tuple(_items(values, what, *[str] * len(values)))
 
 
-def _count(values: list[Any], i: int) -> int:
-    return checked_count("limits", values[i] if len(values) == 2 else None, least=i)
+def _two(what: str, values: list[Any], least: int) -> tuple[int, int]:
+    first, second = values if len(values) == 2 else (None, None)
+    return checked_count(what, first, least=0), checked_count(what, second, least=least)
 
 
 def _size(value: Any) -> Size:

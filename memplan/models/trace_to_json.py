@@ -61,6 +61,7 @@ def plain(model: "TracedModel") -> dict[str, Any]:
         "max_seq_len": model.max_seq_len,
         "has_sequence": model.has_sequence,
         "limits": model.limits,
+        **({"lengths": model.lengths} if any(model.lengths) else {}),
         **({"neglects": model.neglects} if model.neglects else {}),
         **({"unused": model.unused} if model.unused else {}),
         **({"lacks": model.lacks} if model.lacks else {}),

@@ -52,6 +52,8 @@ class TracedModel(Model):
         made_with: the releases it was traced with.
         has_sequence: whether sizes follow `seq_len`; if not, it is 1.
         limits: the batch (0: any) and length that were traced, where nothing is known of others.
+        lengths: the least and the most tokens (0: any) of the sequences that it is of, where a window of
+            attention has masks for longer ones.
         neglects: the operations whose workspaces are not in the trace, but for what is `asked`.
         asked: the workspaces of convolutions as cuDNN was asked, for some GPUs and micro-batches.
         lacks: packages that were not installed, in whose place transformers' own code was traced.
@@ -80,6 +82,7 @@ class TracedModel(Model):
     made_with: str
     has_sequence: bool
     limits: tuple[int, int] | None = None
+    lengths: tuple[int, int] = (0, 0)
     neglects: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
@@ -217,6 +220,11 @@ class TracedModel(Model):
         """Elements of all weights."""
         return sum([n * n_elements(shape_at(one.shape, 1, 1)) for one, n in self.parameters])
 
+    def is_of(self, seq_len: int) -> bool:
+        """Whether it is of sequences of so many tokens."""
+        least, most = self.lengths
+        return least <= seq_len and (not most or seq_len <= most)
+
     def recording(
         self,
         *,
@@ -244,6 +252,15 @@ class TracedModel(Model):
                 f"{self.name} was traced with {samples}seq_len={length}, and what it does at other sizes "
                 "follows from no rule; use these, or trace it again.",
                 kind="a traced model at a size that was not traced",
+            )
+        if not self.is_of(whole):
+            least, most = self.lengths
+            known = f"at most {most}" if most else f"{least} or more"
+            raise MissingRule(
+                f"seq_len={whole}: {self.name} was traced for sequences of {known} tokens, as its attention "
+                "makes masks for those that reach its window; use such a length, or trace it with inputs of "
+                "yours: memplan.trace(module, inputs).",
+                kind="a traced model on the other side of its attention's window",
             )
         if not self.has_sequence and seq_len != 1:
             raise MissingRule(

@@ -149,7 +149,7 @@ def _recorded(
         boundary=boundary,
         sent=sent,
         boundary_grad=_buffer(buffers, recording.boundary_grad, context.weight_dtype),
-        blocks_require_grad=recording.boundary_grad >= 0 or not model.n_layers,
+        blocks_require_grad=recording.boundary_grad >= 0 or _is_passed_backward(model, further, part),
         entry_requires_grad=recording.entry_requires_grad or not model.n_layers or not first,
         has_blocks=model.n_layers > 0,
     )
@@ -182,6 +182,12 @@ def _with_memory(segment: Segment, phase: Phase) -> Segment:
         moved_bytes=3 * sum(written), n_kernels=len(written),
     )  # fmt: skip
     return Segment((*segment.events, moved))
+
+
+def _is_passed_backward(model: TracedModel, kinds: Sequence[str], part: Mapping[str, Segment]) -> bool:
+    """Whether the backward pass goes through any units of these kinds: the last one may get no gradient."""
+    units = [kind for kind in kinds if model.role(kind) in ("block", "module")]
+    return not model.n_layers or any(part[name].events for name in _backward_of(units))
 
 
 def _backward_of(kinds: Iterable[str]) -> list[str]:

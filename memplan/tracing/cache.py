@@ -159,6 +159,12 @@ def without_remarks() -> Iterator[None]:
         yield
 
 
+def without_logs_of_failures() -> AbstractContextManager[None]:
+    """A block in which PyTorch logs no operation that fails on tensors without data: the error says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    return setting(lambda: log.disabled, lambda off: setattr(log, "disabled", off), True)
+
+
 def no_collection() -> AbstractContextManager[None]:
     """A block without garbage collection: storages are freed with their last reference, imports are fast."""
     return setting(gc.isenabled, lambda on: gc.enable() if on else gc.disable(), False)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -181,6 +181,25 @@ def without_masks(module: nn.Module) -> None:
     for name, one in module.named_modules():
         if name.endswith("self_attn"):
             one.register_forward_pre_hook(_causal, with_kwargs=True, prepend=True)
+
+
+WINDOWS: Final = ("sliding_window", "attention_chunk_size")
+"""The settings of a text model that say how far its attention looks back."""
+
+
+def windows_of(config: Any) -> dict[str, int]:
+    """The settings that are windows of a module's attention: from such a length on it makes masks of them.
+
+    Eager attention makes masks at all lengths.
+
+    Source: transformers.masking_utils:_ignore_causal_mask_sdpa, _ignore_bidirectional_mask_sdpa.
+    """
+    of_text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = {*(getattr(of_text, "layer_types", None) or WINDOWS)} - {"full_attention"}
+    if not kinds or getattr(config, "_attn_implementation", None) == "eager":
+        return {}
+    sizes = {key: getattr(of_text, key, None) for key in WINDOWS}
+    return {key: size for key, size in sizes.items() if isinstance(size, int) and size > 0}
 
 
 def _causal(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -20,6 +20,7 @@ from memplan.device import DeviceType
 from memplan.errors import (
     InvalidValue,
     MemplanError,
+    MissingRule,
     UnknownName,
     did_you_mean,
     installed,
@@ -31,6 +32,7 @@ from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.recording import (
+    BEYOND_WINDOW,
     FLOAT8,
     FLOAT8_ALL_GATHER,
     REFERENCE,
@@ -46,6 +48,7 @@ from memplan.tracing.adapters import with_adapters
 from memplan.tracing.cache import without_remarks
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
+from memplan.tracing.divided import windows_of
 from memplan.tracing.example import Example, checked_example
 from memplan.tracing.float8 import with_float8
 from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
@@ -64,8 +67,14 @@ IMAGE: Final = 224
 NOT_READ: Final = ("auto_map", "torch_dtype", "dtype", "attn_implementation", "use_cache")
 """Keys that say where code is, or what a plan says."""
 
-OF_TRACES: Final = (ADAPTERS, ZERO3, ULYSSES, FLOAT8, FLOAT8_ALL_GATHER, TRAINER)
-"""Keys beside a config.json's own that say how its module is traced."""
+OF_PLANS: Final = (ADAPTERS, ZERO3, ULYSSES, FLOAT8, FLOAT8_ALL_GATHER, TRAINER, BEYOND_WINDOW)
+"""Keys that memplan adds to a file's own, of what a plan says."""
+
+REACHED: Final = 16
+"""A window that all traced sequences reach."""
+
+ITSELF: Final = "trace the module itself, with its inputs and its loss (memplan.trace)."
+"""The way out where inputs are not made here."""
 
 LENGTHS: Final = (
     "max_position_embeddings",
@@ -121,13 +130,14 @@ def traced_from_config(
             module = with_adapters(module, Adapters(**adapters), _of_products(precisions))
         inputs = _inputs_of(task, settings, (mesh or {}).get("cp", 1))
         known = _longest(settings) if "input_ids" in inputs else None
+        lengths = _at_window(module.config, beyond=config.value(BEYOND_WINDOW, False))
         example, parallelize = _example(module, inputs, config.value(TRAINER, None)), None
         if ulysses := config.value(ULYSSES, False):
             example, parallelize = divided_by_ulysses(module, inputs)
         with_float8(module, config.value(FLOAT8, "none"), all_gather=config.value(FLOAT8_ALL_GATHER, False))
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         asked = [precision for precision in precisions if precision in RUNS] or USUAL
-        return traced(
+        found = traced(
             example,
             runs_on,
             None,
@@ -141,6 +151,7 @@ def traced_from_config(
             ulysses=ulysses,
             compiles=compiles,
         )
+        return replace(found, lengths=lengths)
     except MemplanError:
         raise
     except Exception as error:
@@ -152,7 +163,7 @@ def traced_from_config(
 
 def _own_values(config: Config) -> dict[str, Any]:
     """What transformers reads of a config.json, for training."""
-    not_read = *NOT_READ, *OF_TRACES, "use_cache"
+    not_read = *NOT_READ, *OF_PLANS, "use_cache"
     own = {k: v for k, v in config.values.items() if k not in not_read and not k.startswith("_")}
     return own | {"use_cache": False}
 
@@ -179,7 +190,7 @@ def _of_products(precisions: Sequence[str]) -> torch.dtype:
     return found
 
 
-def inputs_of(module: nn.Module, cp: int = 1) -> Mapping[str, Tensor] | None:
+def inputs_of(module: nn.Module, cp: int = 1) -> "Inputs | None":
     """What a module of transformers is called with, over context-parallel ranks; None for any other module.
 
     Raises:
@@ -194,15 +205,41 @@ def inputs_of(module: nn.Module, cp: int = 1) -> Mapping[str, Tensor] | None:
 
 
 def _inputs_of(task: str, settings: Any, cp: int) -> "Inputs":
-    """What a class is called with for a task, on each of these context-parallel ranks as many tokens."""
-    inputs = TASKS[task](settings, _example_length(settings) * cp)
+    """What a class is called with for a task, on each of these context-parallel ranks as many tokens.
+
+    Raises:
+        MissingRule: the settings do not say what these are made of.
+    """
+    try:
+        inputs = TASKS[task](settings, _example_length(settings) * cp)
+    except AttributeError as missing:
+        raise MissingRule(
+            f"{settings.model_type} is called with inputs that are not made from a config.json ({missing}); "
+            f"{ITSELF}",
+            kind="a class of transformers whose inputs a config.json does not say",
+        ) from missing
     return as_trainer_divides(inputs) if cp > 1 and task == "CAUSAL_LM" else inputs
 
 
 def _longest(settings: Any) -> int:
     """The trained length."""
     of_text = settings.get_text_config()
-    return next((found for key in LENGTHS if (found := getattr(of_text, key, None))), LENGTH)
+    return next((found for key in LENGTHS if (found := getattr(of_text, key, None) or 0) > 0), LENGTH)
+
+
+def _at_window(settings: Any, *, beyond: bool) -> tuple[int, int]:
+    """The least and the most tokens of the sequences that reach a module's window, or of those that do not.
+
+    All traced sequences are made to reach it, or not to: only the values of its masks depend on its size.
+    """
+    longest = _longest(settings)
+    windows = {key: size for key, size in windows_of(settings).items() if size <= longest}
+    if not windows:
+        return 0, 0
+    for key in windows:
+        setattr(settings.get_text_config(), key, REACHED if beyond else longest + 1)
+    window = min(windows.values())
+    return (window, 0) if beyond else (0, window - 1)
 
 
 def _example_length(settings: Any) -> int:
@@ -233,9 +270,16 @@ def _class_of(kind: str, architecture: str | None) -> tuple[str, str]:
     if architecture is None and known:
         architecture = next(iter(known))
     if architecture not in known:
+        its_class = getattr(import_module("transformers"), architecture or "", None)
+        if getattr(getattr(its_class, "config_class", None), "model_type", None) == kind:
+            others = f"those of {', '.join(known)} are" if known else "none are"
+            raise MissingRule(
+                f"{architecture} is called with inputs that are not made from a config.json (of {kind} "
+                f"{others}); {ITSELF}",
+                kind="a class of transformers whose inputs a config.json does not say",
+            )
         traced = f"Known: {', '.join(known)};" if known else f"No {kind} is traced from a config.json;"
-        way_out = f"{traced} trace the module itself, with its inputs and its loss (memplan.trace)."
-        raise unknown_name(f"{kind} architecture", architecture, known, way_out)
+        raise unknown_name(f"{kind} architecture", architecture, known, f"{traced} {ITSELF}")
     return known[architecture], architecture
 
 
@@ -251,7 +295,7 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **named)
 
 
-Inputs = Mapping[str, Tensor]
+Inputs = Mapping[str, Any]
 
 
 def _tokens(settings: Any, length: int) -> dict[str, Tensor]:
@@ -279,11 +323,27 @@ def _spans(settings: Any, length: int) -> Inputs:
     return {**_tokens(settings, length), "start_positions": at, "end_positions": at.clone()}
 
 
-def _images(settings: Any, _length: int) -> Inputs:
-    size = getattr(settings, "image_size", IMAGE)
+def _pixels(settings: Any) -> Tensor:
+    """Two images of the size that the settings say, or those of their part for images."""
+    own = getattr(settings, "vision_config", settings)
+    size = getattr(own, "image_size", IMAGE)
     rows, columns = size if isinstance(size, list | tuple) else (size, size)
-    images = torch.empty(2, settings.num_channels, rows, columns, device="meta")
-    return {"pixel_values": images, "labels": torch.zeros(2, dtype=torch.int64)}
+    return torch.empty(2, own.num_channels, rows, columns, device="meta")
+
+
+def _images(settings: Any, _length: int) -> Inputs:
+    return {"pixel_values": _pixels(settings), "labels": torch.zeros(2, dtype=torch.int64)}
+
+
+def _segments(settings: Any, _length: int) -> Inputs:
+    """Images, and a class for each of their pixels."""
+    images = _pixels(settings)
+    return {"pixel_values": images, "labels": torch.zeros(2, *images.shape[2:], dtype=torch.int64)}
+
+
+def _pairs(settings: Any, length: int) -> Inputs:
+    """Images and as many texts, of which those that belong together are told apart from all others."""
+    return {**_tokens(settings, length), "pixel_values": _pixels(settings), "return_loss": True}
 
 
 def _speech(settings: Any, length: int) -> Inputs:
@@ -302,5 +362,7 @@ TASKS: Final[Mapping[str, Callable[[Any, int], Inputs]]] = {
     "SEQUENCE_CLASSIFICATION": _classes_of_texts,
     "TOKEN_CLASSIFICATION": _classes_of_tokens,
     "QUESTION_ANSWERING": _spans,
+    "SEMANTIC_SEGMENTATION": _segments,
+    "ZERO_SHOT_IMAGE_CLASSIFICATION": _pairs,
 }
 """What a class is called with, by the name of transformers' table of such classes."""

@@ -48,7 +48,7 @@ from memplan.models.recording import (
 )
 from memplan.models.traced import TracedModel, modules_with
 from memplan.record import HookKind
-from memplan.tracing.cache import no_collection, setting
+from memplan.tracing.cache import no_collection, setting, without_logs_of_failures
 from memplan.tracing.compiled import compiled, compiling
 from memplan.tracing.context import chosen_for_dtensors, divided_sequences
 from memplan.tracing.cuda import CUDA, NotRun, without_a_gpu
@@ -61,6 +61,7 @@ from memplan.tracing.divided import (
     local,
     own_plan,
     placed,
+    windows_of,
     wrapped,
 )
 from memplan.tracing.example import Example, Loss, Stack, checked_example, stacks_of, structure_of
@@ -188,6 +189,11 @@ def trace(
         raise InvalidValue("zero3=True is traced without a GPU, on one rank; leave out executed and mesh.")
     runs_on = _checked_device(device, executed=executed)
     example = checked_example(module, example_inputs, loss, targets, sequence)
+    if any(
+        min(LENGTHS) < size <= example.point[1]
+        for size in windows_of(getattr(module, "config", None)).values()
+    ):
+        example = replace(example, is_of_one_size=True)  # shorter ones do not reach its window
     return traced(
         example,
         runs_on,
@@ -284,8 +290,8 @@ def _traced(
     shapes, plays_cuda = Shapes(), runs_on == CUDA and not executed
     why, kind = "", {"any_length": any_length, "zero3": zero3, "experts_within": experts_within}
     with ExitStack() as stack:
-        stack.enter_context(no_collection())
-        stack.enter_context(ONE_THREAD())
+        for block in (no_collection(), without_logs_of_failures(), ONE_THREAD()):
+            stack.enter_context(block)
         played = stack.enter_context(without_a_gpu()) if plays_cuda else nullcontext()
         ranks = Ranks({}, {}, played)
         if mesh:
@@ -761,7 +767,7 @@ class _Tracer:
                 if one in self.units:
                     named = self._told(recorder, named, self.units[one], variant)
                 if self.apart and path == self.example.apart:
-                    named = _hooked(recorder, named, self.apart)
+                    named = _hooked_unit(recorder, named, self.apart)
                 for end in ends:
                     if path in end.paths:
                         named = end.marked(recorder, named, path)
@@ -905,7 +911,9 @@ def _named(recorder: Recorder, forward: Callable[..., Any], scope: str) -> Calla
     return named
 
 
-def _hooked(recorder: Recorder, forward: Callable[..., Any], parameters: Sequence[str]) -> Callable[..., Any]:
+def _hooked_unit(
+    recorder: Recorder, forward: Callable[..., Any], parameters: Sequence[str]
+) -> Callable[..., Any]:
     """The forward function of a unit of FSDP2 with these parameters, whose hooks are recorded."""
 
     def hooked(*args: Any, **kwargs: Any) -> Any:

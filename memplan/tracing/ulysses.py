@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from memplan.errors import MissingRule
 from memplan.tracing.cache import without_remarks
-from memplan.tracing.divided import Parallelize
+from memplan.tracing.divided import Parallelize, windows_of
 from memplan.tracing.example import Example, checked_example
 
 
@@ -92,6 +92,12 @@ def _check_attention(module: Any, n_ranks: int) -> None:
             f"{kv_heads or 'no stated number'} of keys of {type(module).__name__} ('is not divisible by SP "
             "size'); use a cp that divides both.",
             kind="heads that do not divide over the ranks of Ulysses",
+        )
+    if windows := windows_of(config):
+        raise MissingRule(
+            f"cp={n_ranks}: {type(module).__name__} has attention with a {' and a '.join(windows)}, whose "
+            "masks DeepSpeed's Ulysses drops; use cp=1, or a model of full attention.",
+            kind="DeepSpeed's Ulysses beside attention within windows",
         )
     kinds = getattr(config, "layer_types", None) or ()
     if others := sorted({one for one in kinds if "linear" in one or "attention" not in one}):

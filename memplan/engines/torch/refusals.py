@@ -686,6 +686,21 @@ def _check_float8_all_gather(model: Model, plan: Plan) -> None:
     )
 
 
+def _check_scalars(model: Model, plan: Plan) -> None:
+    """Raise for parameters without dims, which FSDP2 does not shard.
+
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_init:_verify_managed_param`.
+    """
+    if not isinstance(model, TracedModel) or not plan.fsdp or torch_options(plan).fsdp_version != 2:
+        return
+    for one in [one for one, _ in model.parameters if not one.shape]:
+        raise PlanRefused(
+            f"zero={plan.zero}: FSDP2 shards no parameter without dims, as is {one.name} of {model.name}; "
+            "use zero=0 or 1, or trace the module with one element in its place (memplan.trace).",
+            kind="FSDP2 of a parameter without dims",
+        )
+
+
 def _check_even_shards(model: Model, plan: Plan) -> None:
     """Raise for weights gathered in float8 that do not divide evenly: their hook gathers no padding.
 
@@ -1208,9 +1223,8 @@ def _check_recorded(model: Model, plan: Plan) -> None:
     if weights not in known:
         raise MissingRule(
             f"precision={plan.precision!r} with zero={plan.zero} takes weights in {weights}, and "
-            f"{model.name} was traced with weights in {' or '.join(known)} only; use another precision (a "
-            "mixed one with zero=0 or 1), or trace it again so, if PyTorch runs it so (on CUDA no batch norm "
-            "with weights in bfloat16).",
+            f"{model.name} was traced with weights in {' or '.join(known)} only, as its code fails with "
+            "others or nobody asked for them; use precision='fp32', or a mixed one with zero=0 or 1.",
             kind="a traced model with weights of a type that it was not traced with",
         )
 
@@ -1273,6 +1287,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_recordings,
     _check_traced,
     _check_recorded,
+    _check_scalars,
     _check_traced_ends,
     _check_cut,
     _check_code,

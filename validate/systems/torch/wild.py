@@ -241,6 +241,11 @@ _clip = _language(
 )
 """CLIP's images, whose last norm gets no gradient."""
 
+_siglip = _language(
+    "SiglipForImageClassification", "SiglipConfig", {"vision_config": OF_IMAGES}, num_labels=N_CLASSES
+)
+"""SigLIP's images, whose last unit is called, and its output used by nobody."""
+
 
 def _labelled_images(samples: int, _seq_len: int, generator: torch.Generator, size: int = IMAGE) -> Inputs:
     images = torch.randn(samples, 3, size, size, generator=generator)
@@ -707,6 +712,7 @@ IN_STACKS: Final[Mapping[str, Wild]] = {
     "hf-llama-peft-bf16": Wild(module=_peft("llama"), inputs=_tokens, seq_len=64, package="peft"),
     "own-checkpoints": Wild(module=OwnCheckpoints, inputs=_next_tokens, seq_len=64),
     "hf-vit-whole": Wild(module=_vit, inputs=_labelled_images, package="transformers"),
+    "hf-siglip-whole": Wild(module=_siglip, inputs=_labelled_images, package="transformers"),
     "hf-clip-whole": Wild(module=_clip, inputs=_labelled_images, package="transformers"),
     "hf-whisper": Wild(
         module=_language(
