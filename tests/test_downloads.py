@@ -4,6 +4,7 @@ The right units are those of the module itself, made without data: the outermost
 transformers does not split, or all its blocks where it names none.
 """
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -16,10 +17,13 @@ PLANNED = [model for model, row in plans().items() if not row["said"]]
 SHARED = "albert/albert-xxlarge-v2"
 """The only model without a list of blocks: it calls one block twelve times."""
 
+WITHOUT_ARCHITECTURES = {"microsoft/deberta-v3-base": "DebertaV2ForMaskedLM"}
+"""The class of a type whose file names none, as memplan takes it: the first that it knows inputs of."""
+
 
 def test_each_model_is_planned_or_refused_in_one_sentence():
     assert len(downloads()) == 100
-    assert set(plans()) <= set(downloads())
+    assert list(plans()) == list(downloads())
     for model, row in plans().items():
         assert bool(row["said"]) == (not row["blocks"]), model
         assert len(row["said"]) < 500, model
@@ -34,7 +38,7 @@ def test_every_unit_is_gathered_twice_and_the_root_once():
     """The last unit of a module is gathered in both passes too, as each is a unit of Accelerate's making."""
     for model in PLANNED:
         row = plans()[model]
-        called = total(row["blocks"].partition(", 32 never called")[0]) + int(row["modules"])
+        called = total(re.sub(r", \d+ never called", "", row["blocks"])) + int(row["modules"])
         assert int(row["gathers"]) == 2 * called + 1, model
 
 
@@ -45,8 +49,9 @@ def test_the_units_are_those_of_the_module_itself(model):
     torch = pytest.importorskip("torch")
     config = downloads()[model]["config"]
     settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    (name,) = config.get("architectures", [WITHOUT_ARCHITECTURES.get(model)])
     with torch.device("meta"):
-        module: Any = getattr(transformers, config["architectures"][0])._from_config(settings)
+        module: Any = getattr(transformers, name)._from_config(settings)
     wrapped, outer = list[str](), "."
     for path, one in module.named_modules():
         if type(one).__name__ in (module._no_split_modules or ()) and not path.startswith(outer):
