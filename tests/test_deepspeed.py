@@ -241,6 +241,7 @@ def test_zero_0_masks_all_gradients_on_the_last_ranks_of_a_sequence():
     found = memplan.estimate("qwen2.5-0.5b", **OF_ULYSSES | {"seq_len": 1024}, zero=0)
     first = rank_estimate(found.model, found.plan, found.plan.place(0), H100)
     assert found.peak.total_bytes - first.peak.total_bytes > found.n_parameters
+    assert any("mask their gradients" in note for note in found.notes)
 
 
 REFUSED_OF_ULYSSES: list[tuple[dict[str, Any], str]] = [

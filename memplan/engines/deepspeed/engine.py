@@ -41,6 +41,19 @@ class DeepSpeed(Engine):
         """One more for the ranks that divide hpZ's copy of the weights."""
         return super().n_communicators(plan) + (deepspeed_options(plan).zero_hpz_partition_size > 1)
 
+    def notes(self, model: Model, plan: Plan) -> Iterator[str]:
+        if plan.cp > 1:
+            yield (
+                f"cp={plan.cp} divides each sequence of {model.name} by DeepSpeed's Ulysses "
+                "(UlyssesSPAttentionHF): in attention a rank has whole sequences of some heads. States are "
+                "divided, or gradients averaged, over dp x cp; gradients are sent in float32."
+            )
+        if plan.cp > 1 and not plan.zero:
+            yield (
+                f"ZeRO-0 takes the {plan.cp} ranks of a sequence for tensor-parallel ones: all but the first "
+                "mask their gradients for the norm, with 9 bytes for each weight. zero=1 does not."
+            )
+
     def divided(self, model: Model, plan: Plan, mesh: Mapping[Group, int], device: DeviceType) -> Model:
         return under_deepspeed(model, device, plan.precision, zero3=plan.zero == 3, cp=mesh.get("cp", 1))
 
