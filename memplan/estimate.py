@@ -896,7 +896,7 @@ def _resolved(named: Mapping[str, Any], kernels: DeviceType) -> Model:
         kernels,
         precisions=(named["precision"],),
         cache=named["cache"],
-        mesh=with_several(**degrees),
+        mesh=with_several(**degrees) if named["engine"] == "torch" else {},  # others divide it themselves
         adapted=is_of_transformers({**named, **named["options"]}),
     )
 

@@ -27,7 +27,17 @@ from memplan.tracing.example import Example, checked_example
 
 
 def divided_by_ulysses(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Example, Parallelize]:
-    """The module called with the inputs that DeepSpeed's data loader hands on, and what divides it."""
+    """The module called with the inputs that DeepSpeed's data loader hands on, and what divides it.
+
+    Raises:
+        MissingRule: the module is no causal language model.
+    """
+    if "shift_labels" not in inputs:
+        raise MissingRule(
+            f"cp: {type(module).__name__} is no causal language model, whose labels DeepSpeed's data loader "
+            "shifts; use cp=1.",
+            kind="DeepSpeed's Ulysses of a model that is no causal language model",
+        )
     sequences = SequenceParallel()
     example = checked_example(
         module, {name: one for name, one in inputs.items() if name != "labels"}, sequences.loss
@@ -76,7 +86,7 @@ class SequenceParallel:
 def _check_attention(module: Any, n_ranks: int) -> None:
     """Raise for attention that DeepSpeed refuses, and for layers that Accelerate refuses.
 
-    Source: accelerate.accelerator (`_refuse_recurrent_layers_under_sequence_parallelism`).
+    Source: accelerate.big_modeling (`_refuse_recurrent_layers_under_sequence_parallelism`).
     """
     config = module.config.get_text_config()
     if config._attn_implementation == "eager":
