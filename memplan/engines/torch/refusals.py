@@ -1223,8 +1223,9 @@ def _check_recorded(model: Model, plan: Plan) -> None:
     if weights not in known:
         raise MissingRule(
             f"precision={plan.precision!r} with zero={plan.zero} takes weights in {weights}, and "
-            f"{model.name} was traced with weights in {' or '.join(known)} only, as its code fails with "
-            "others or nobody asked for them; use precision='fp32', or a mixed one with zero=0 or 1.",
+            f"{model.name} was traced with weights in {' or '.join(known)} only; use precision='fp32', or a "
+            "mixed one with zero=0 or 1, or trace it again so, if PyTorch runs it so (on CUDA no batch norm "
+            "with weights in bfloat16).",
             kind="a traced model with weights of a type that it was not traced with",
         )
 
