@@ -554,7 +554,7 @@ def test_masks_of_a_window_are_there_for_sequences_that_reach_it(read, seq_len, 
             r"\(of beit those of BeitForImageClassification, .* are\); trace",
         ),
         (
-            {**TINY, "model_type": "canine", "architectures": ["CanineForSequenceClassification"]},
+            {"model_type": "canine", "architectures": ["CanineForSequenceClassification"]},
             r"no attribute 'vocab_size'\); trace the module itself",
         ),
     ],
