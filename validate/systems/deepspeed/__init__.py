@@ -81,9 +81,8 @@ class DeepSpeedTraining(Training):
     """
 
     def __init__(self, engine: Any, plan: Plan, loss_of: Callable[[int], Tensor], groups: Any = None) -> None:
-        axes = axis_of_groups()
+        axes = axis_of_groups(plan.shard_group)
         if groups is not None:
-            axes |= {name: plan.shard_group for name, axis in axes.items() if axis == "dp"}
             axes[groups.get_sequence_parallel_group().group_name] = axis_of(plan.mesh, "cp")
         super().__init__(axes)
         self._engine, self._loss_of = engine, loss_of
@@ -186,10 +185,8 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
             mpu=groups,
             model_parameters=[one for one in module.parameters() if one.requires_grad],
         )
-    loss_of = (
-        losses(case, engine, at, device) if groups is None else losses_of_pieces(case, engine, at, device)
-    )
-    return DeepSpeedTraining(engine, plan, loss_of, groups)
+    of_rank = losses if groups is None else losses_of_pieces
+    return DeepSpeedTraining(engine, plan, of_rank(case, engine, at, device), groups)
 
 
 def _ranks(plan: Plan, rank: int) -> dict[str, str]:

@@ -12,6 +12,7 @@ from memplan import Plan
 from memplan.plan import Rank
 from validate.cases import Case
 from validate.systems.torch.wild import values_as_on_a_gpu, wild_inputs
+from validate.systems.whole import micro_batches
 
 
 def divided_sequences(module: nn.Module, plan: Plan) -> Any:
@@ -36,11 +37,11 @@ def losses_of_pieces(case: Case, engine: Any, at: Rank, device: torch.device) ->
 
     Pieces are what `UlyssesSPDataLoaderAdapter` hands on, which cuts sequences on the host.
     """
-    plan, n = case.plan, case.plan.n_micro_batches
+    plan = case.plan
     whole = wild_inputs(case.model, plan, at, torch.device("cpu"), seed=case.seed)
     del whole["labels"]
     own = {name: value.chunk(plan.cp, dim=1)[at.cp].to(device) for name, value in whole.items()}
-    parts = [{name: value.chunk(n)[i] for name, value in own.items()} for i in range(n)]
+    parts = micro_batches(own, case.plan.n_micro_batches)
     compute_loss = import_module("transformers.integrations.deepspeed").deepspeed_sp_compute_loss
     how = SimpleNamespace(sp_backend="deepspeed", sp_size=plan.cp)
     return values_as_on_a_gpu()(
