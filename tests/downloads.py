@@ -101,7 +101,7 @@ def total(blocks: str) -> int:
 
 
 def write(found: Iterable[Mapping[str, Any]]) -> None:
-    """Write the file with these rows in the place of the same models' older ones."""
+    """Update the CSV file: each row replaces the earlier row of its model."""
     known: dict[str, Mapping[str, Any]] = dict(plans()) if PLANS.exists() else {}
     for one in found:
         print(", ".join(f"{key} {value}" for key, value in one.items()), flush=True)

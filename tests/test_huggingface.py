@@ -528,7 +528,7 @@ OLMO_3 = {
 @pytest.mark.slow
 @pytest.mark.parametrize("seq_len, lengths", [(112, (0, 127)), (128, (128, 0)), (160, (128, 0))])
 def test_masks_of_a_window_are_there_for_sequences_that_reach_it(read, seq_len, lengths):
-    """The right bytes are those of the module traced at this very length; without masks they were too few."""
+    """The expected bytes come from tracing the same module with inputs of exactly `seq_len` tokens."""
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     plan = {"cluster": "8xh100-sxm", "zero": 3, "micro_batch": 2, "seq_len": seq_len}

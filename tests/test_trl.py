@@ -136,7 +136,7 @@ def test_metrics_of_pairs_are_gathered_and_a_reference_has_no_buffers_to_broadca
 
 
 def test_a_reference_under_fsdp2_is_a_unit_that_is_gathered_whole():
-    """A micro-batch gathers all of it at once, and holds it twice: the all-gather's output, and weights."""
+    """One all-gather a micro-batch; its output and the unsharded weights are both allocated."""
     n_elements = estimated(micro_batch=2).peak.weights_bytes // 4
     found, alone = estimated(**DPO | FSDP2), estimated(**FSDP2 | {"micro_batch": 2})
     with_it, without = (gathers(one)["gather weights"] for one in (found, alone))

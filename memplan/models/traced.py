@@ -221,7 +221,7 @@ class TracedModel(Model):
         return sum([n * n_elements(shape_at(one.shape, 1, 1)) for one, n in self.parameters])
 
     def is_of(self, seq_len: int) -> bool:
-        """Whether it is of sequences of so many tokens."""
+        """Whether the trace covers sequences of `seq_len` tokens."""
         least, most = self.lengths
         return least <= seq_len and (not most or seq_len <= most)
 

@@ -83,7 +83,7 @@ def _check_options(model: Model, plan: Plan) -> None:
 
 
 def _check_sequences(model: Model, plan: Plan) -> None:
-    """Raise for sequences that do not divide over the ranks of Ulysses, and for hpZ beside it.
+    """Raise for models and sequences that Ulysses does not divide, and for options without a rule beside it.
 
     Source: `deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter.refill`.
     """
