@@ -28,8 +28,8 @@ COLUMNS: Final = (
 """Blocks by stack and kind in their order; modules that are units alone; all-gathers of a step; the refusal;
 seconds of processor time."""
 
-LENGTHS: Final = (512, 448, 64, 1)
-"""Sequences, the longest of which that a model takes is planned; 1 of inputs without one."""
+LENGTHS: Final = (512, 448, 64, 1024, 1)
+"""Sequences, the first of which that a model takes is planned: 1,024 with an image, 1 without tokens."""
 
 
 @cache

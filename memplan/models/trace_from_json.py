@@ -164,6 +164,7 @@ def _model(data: Any) -> TracedModel:
         has_sequence=of("has_sequence", bool),
         limits=None if limits is None else _two("limits", limits, least=1),
         lengths=_two("lengths", lengths, least=0),
+        image_tokens=checked_count("image_tokens", of("image_tokens", int | None) or 0, least=0),
         neglects=_texts(of("neglects", list | None) or [], "neglects"),
         unused=_texts(of("unused", list | None) or [], "unused"),
         lacks=_texts(of("lacks", list | None) or [], "lacks"),

@@ -62,6 +62,7 @@ def plain(model: "TracedModel") -> dict[str, Any]:
         "has_sequence": model.has_sequence,
         "limits": model.limits,
         **({"lengths": model.lengths} if any(model.lengths) else {}),
+        **({"image_tokens": model.image_tokens} if model.image_tokens else {}),
         **({"neglects": model.neglects} if model.neglects else {}),
         **({"unused": model.unused} if model.unused else {}),
         **({"lacks": model.lacks} if model.lacks else {}),

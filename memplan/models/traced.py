@@ -54,6 +54,7 @@ class TracedModel(Model):
         limits: the batch (0: any) and length that were traced, where nothing is known of others.
         lengths: the least and the most tokens (0: any) of the sequences that it is of, where a window of
             attention has masks for longer ones.
+        image_tokens: the tokens that each sequence begins with, and that stand for an image.
         neglects: the operations whose workspaces are not in the trace, but for what is `asked`.
         asked: the workspaces of convolutions as cuDNN was asked, for some GPUs and micro-batches.
         lacks: packages that were not installed, in whose place transformers' own code was traced.
@@ -83,6 +84,7 @@ class TracedModel(Model):
     has_sequence: bool
     limits: tuple[int, int] | None = None
     lengths: tuple[int, int] = (0, 0)
+    image_tokens: int = 0
     neglects: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
@@ -142,6 +144,11 @@ class TracedModel(Model):
                 "ScaledDotProductAttention for FlexAttention, and the loss of all tokens at once. Tokens are "
                 "taken to choose all experts equally often: a rank whose experts are chosen more holds more "
                 "activations, in proportion."
+            )
+        if self.image_tokens:
+            yield (
+                f"Each sequence of {self.name} begins with an image, which takes {self.image_tokens} of its "
+                f"tokens ({', '.join(self._inputs_beside_tokens)})."
             )
         if self.attention == "eager":
             yield (
@@ -220,6 +227,13 @@ class TracedModel(Model):
         """Elements of all weights."""
         return sum([n * n_elements(shape_at(one.shape, 1, 1)) for one, n in self.parameters])
 
+    @property
+    def _inputs_beside_tokens(self) -> Iterator[str]:
+        """The inputs of floats of one sequence, as "pixel_values of 3 x 336 x 336", in words."""
+        for one in self.inputs_of_step:
+            if one.is_floating_point:
+                yield f"{one.name} of {' x '.join(map(str, shape_at(one.shape, 1, 1)[1:]))}"
+
     def is_of(self, seq_len: int) -> bool:
         """Whether the trace covers sequences of `seq_len` tokens."""
         least, most = self.lengths
@@ -252,6 +266,12 @@ class TracedModel(Model):
                 f"{self.name} was traced with {samples}seq_len={length}, and what it does at other sizes "
                 "follows from no rule; use these, or trace it again.",
                 kind="a traced model at a size that was not traced",
+            )
+        if whole <= self.image_tokens:
+            raise MissingRule(
+                f"seq_len={whole}: each sequence of {self.name} begins with an image of {self.image_tokens} "
+                f"tokens; use {self.image_tokens + 1} tokens or more.",
+                kind="sequences without room for the image that a traced model is given",
             )
         if not self.is_of(whole):
             least, most = self.lengths

@@ -14,7 +14,7 @@ from memplan.ops.embedding import table_gradient
 from memplan.ops.fused_attention import cudnn_attention, efficient_attention, flash_attention_cuda
 from memplan.ops.norm import sum_partial_rows
 from memplan.record import Alloc, Event, Free
-from memplan.shapes import BF16, INT64, UINT8, Buffer, DType
+from memplan.shapes import BF16, BOOL, INT64, UINT8, Buffer, DType
 from memplan.tape import Node, OpContext, Saved, Tape, Tensor
 
 Results = Sequence[Tensor | None]
@@ -77,6 +77,38 @@ def _cumulative_sum(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
             scratch.new("operand", (n_elements,), dtype)
         scratch.new("CUB: scan", (scan_bytes(n_elements),), UINT8)
     return (total,)
+
+
+def _masked_scatter(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """A copy with other elements where a mask is true; sizes: elements, whether the mask is expanded to them.
+
+    Source: aten/src/ATen/native/cuda/IndexKernel.cpp (`masked_scatter__cuda`),
+    aten/src/ATen/native/cuda/IndexKernel.cu (`launch_masked_scatter_kernel`).
+    """
+    n_elements, expands = sizes
+    y = tape.new("y", (n_elements,), dtype)
+    with tape.workspace() as scratch:
+        scratch.new("prefix sums", (n_elements,), INT64)
+        if expands:
+            scratch.new("mask", (n_elements,), BOOL)
+        scratch.new("CUB: scan", (scan_bytes(n_elements),), UINT8)
+    return (y,)
+
+
+def _masked_scatter_backward(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """The gradient's elements where a mask is true; sizes: elements, their dims, elements of the result.
+
+    Neglects: memory with which CUB counts and finds them.
+    Source: torch/csrc/autograd/FunctionsManual.cpp (`masked_scatter_backward`),
+    aten/src/ATen/native/cuda/IndexKernel.cpp (`masked_select_out_cuda_impl`),
+    aten/src/ATen/native/cuda/Nonzero.cu (`nonzero_cuda_out_impl`).
+    """
+    n_elements, dims, n_found = sizes
+    with tape.workspace() as scratch:
+        with tape.workspace() as expanded:
+            expanded.new("mask", (n_elements,), BOOL)
+            scratch.new("places", (n_found, dims), INT64)
+        return (tape.new("grad", (n_found,), dtype),)
 
 
 def _table_gradient(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
@@ -268,6 +300,8 @@ class Kernel(NamedTuple):
 KERNELS: Final[Mapping[str, Kernel]] = {
     "sum": Kernel(3, _sum),
     "cumulative_sum": Kernel(2, _cumulative_sum),
+    "masked_scatter": Kernel(2, _masked_scatter),
+    "masked_scatter_backward": Kernel(3, _masked_scatter_backward),
     "sort": Kernel(2, _sort),
     "grouped_product": Kernel(4, _grouped_product),
     "table_gradient": Kernel(4, _table_gradient),

@@ -131,6 +131,18 @@ def _cumulative_sum(args: Sequence[Any], results: Sequence[Tensor]) -> Called | 
     )
 
 
+def _masked_scatter(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
+    mask, (y,) = args[1], results
+    expands = mask.numel() != y.numel() or not mask.is_contiguous()
+    return Called("masked_scatter", (y.numel(), int(expands)), dtype_name(y.dtype), 1)
+
+
+def _masked_scatter_backward(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
+    given, (grad,) = args[0], results
+    sizes = given.numel(), given.dim(), grad.numel()
+    return Called("masked_scatter_backward", sizes, dtype_name(grad.dtype), 1)
+
+
 def _table_gradient(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
     grad, ids, n_rows = args[:3]
     sizes = ids.numel(), n_rows, grad.shape[-1], int(not ids.is_contiguous())
@@ -202,6 +214,8 @@ CALLS: Final[Mapping[Any, Callable[[Sequence[Any], Sequence[Tensor]], Called | N
     ATEN.mean.default: _sum,
     ATEN.mean.dim: _sum,
     ATEN.cumsum.default: _cumulative_sum,
+    ATEN.masked_scatter.default: _masked_scatter,
+    ATEN.masked_scatter_backward.default: _masked_scatter_backward,
     ATEN.embedding_dense_backward.default: _table_gradient,
     ATEN.native_layer_norm_backward.default: _norm_gradients,
     ATEN._fused_rms_norm_backward.default: _norm_gradients,

@@ -38,7 +38,8 @@ class Example:
     `is_of_one_size`: other things happen at other batches and lengths, so that it is traced at its own.
     `before`: runs the module ahead of its forward pass, given the same inputs. `casts_inputs`: floats among
     these are cast to the type of the weights. `apart`: the path of a part that FSDP2 shards as a module of
-    its own; "" for none.
+    its own; "" for none. `image_tokens`: how many tokens each sequence begins with that every size keeps,
+    the last of which stands for a piece of an image.
     """
 
     module: nn.Module
@@ -53,6 +54,7 @@ class Example:
     before: Callable[..., None] | None = None
     casts_inputs: bool = True
     apart: str = ""
+    image_tokens: int = 0
 
     @property
     def has_sequence(self) -> bool:
@@ -65,7 +67,10 @@ class Example:
         return replace(self, leaves=tuple(leaves), point=point)
 
     def resized(self, leaf: Leaf, point: Point) -> Any:
-        """An input at another batch and length; integers are repeated, floats have shapes only."""
+        """An input at another batch and length; integers are repeated, floats have shapes only.
+
+        Tokens that stand for an image are not repeated: each sequence has them once.
+        """
         value = leaf.value
         if not isinstance(value, Tensor):
             return value
@@ -76,8 +81,12 @@ class Example:
             shape[1] = point[1]
         if value.is_floating_point() or value.is_complex() or value.is_meta:
             return torch.empty(shape, dtype=value.dtype, device="meta")
-        repeats = [-(-new // max(old, 1)) for new, old in zip(shape, value.shape, strict=True)]
-        return value.detach().cpu().repeat(repeats)[tuple(slice(n) for n in shape)].contiguous()
+        given = value.detach().cpu()
+        if leaf.has_sequence and self.image_tokens:
+            text = given[:, self.image_tokens :]
+            given = torch.cat([given, text.repeat(1, -(-shape[1] // text.shape[1]))], 1)
+        repeats = [-(-new // max(old, 1)) for new, old in zip(shape, given.shape, strict=True)]
+        return given.repeat(repeats)[tuple(slice(n) for n in shape)].contiguous()
 
 
 def checked_example(
@@ -130,7 +139,36 @@ def checked_example(
         has_targets=targets is not None,
         loss=standard_loss if loss is None else loss,
         point=(first.shape[0], lengths.pop() if lengths else 1),
+        image_tokens=_up_to_image(module, leaves),
     )
+
+
+IMAGE_TOKENS: Final = ("image_token_id", "image_token_index")
+"""Names in transformers' configurations of the token that stands for a piece of an image."""
+
+
+def image_tokens(config: Any) -> Iterator[int]:
+    """The token that stands for a piece of an image, if a module of transformers has one."""
+    return (found for key in IMAGE_TOKENS if isinstance(found := getattr(config, key, None), int))
+
+
+def _up_to_image(module: nn.Module, leaves: Sequence[Leaf]) -> int:
+    """The tokens of a sequence up to the last one that stands for a piece of an image; 0 without any.
+
+    Raises:
+        InvalidValue: no text follows them.
+    """
+    token = next(image_tokens(getattr(module, "config", None)), None)
+    found = 0
+    for leaf in leaves if token is not None else ():
+        if leaf.name == "input_ids" and leaf.has_sequence and not leaf.value.is_meta:
+            places = (leaf.value == token).nonzero()
+            found = int(places[:, 1].max()) + 1 if len(places) else 0
+            if found == leaf.value.shape[1]:
+                raise InvalidValue(
+                    f"input_ids end with the token of an image, {token}; give sequences that end with text."
+                )
+    return found
 
 
 def _has_sequence(value: Any, name: str, place: int, asked: Sequence[str | int] | None) -> bool:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
+from inspect import signature
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -49,7 +50,7 @@ from memplan.tracing.cache import without_remarks
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.divided import windows_of
-from memplan.tracing.example import Example, checked_example
+from memplan.tracing.example import Example, checked_example, image_tokens
 from memplan.tracing.float8 import with_float8
 from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
 from memplan.tracing.trainer import as_trainer_calls, loss_by_trainer
@@ -126,9 +127,9 @@ def traced_from_config(
             settings = transformers.CONFIG_MAPPING[kind].from_dict(_own_values(config))
             settings.get_text_config().use_cache = False
             module = its_class._from_config(settings)
+        inputs = _inputs_of(task, module, (mesh or {}).get("cp", 1))
         if adapters := config.value(ADAPTERS, None):
             module = with_adapters(module, Adapters(**adapters), _of_products(precisions))
-        inputs = _inputs_of(task, settings, (mesh or {}).get("cp", 1))
         known = _longest(settings) if "input_ids" in inputs else None
         lengths = _at_window(module.config, beyond=config.value(BEYOND_WINDOW, False))
         example, parallelize = _example(module, inputs, config.value(TRAINER, None)), None
@@ -201,17 +202,19 @@ def inputs_of(module: nn.Module, cp: int = 1) -> "Inputs | None":
         return None
     settings: Any = module.config
     task, _ = _class_of(settings.model_type, type(module).__name__)
-    return _inputs_of(task, settings, cp)
+    return _inputs_of(task, module, cp)
 
 
-def _inputs_of(task: str, settings: Any, cp: int) -> "Inputs":
-    """What a class is called with for a task, on each of these context-parallel ranks as many tokens.
+def _inputs_of(task: str, module: Any, cp: int) -> "Inputs":
+    """What a module is called with for a task, on each of these context-parallel ranks as many tokens.
 
     Raises:
         MissingRule: the settings do not say what these are made of.
     """
+    settings = module.config
     try:
-        inputs = TASKS[task](settings, _example_length(settings) * cp)
+        length = _example_length(settings) * cp
+        inputs = _image_and_text(module, length) if task == WITH_IMAGES else TASKS[task](settings, length)
     except AttributeError as missing:
         raise MissingRule(
             f"{settings.model_type} is called with inputs that are not made from a config.json ({missing}); "
@@ -263,7 +266,7 @@ def _class_of(kind: str, architecture: str | None) -> tuple[str, str]:
     """The task and the name of a class of transformers."""
     tables = import_module("transformers.models.auto.modeling_auto")
     known: dict[str, str] = {}
-    for task in TASKS:
+    for task in (*TASKS, WITH_IMAGES):
         names = getattr(tables, f"MODEL_FOR_{task}_MAPPING_NAMES").get(kind, ())
         for name in [names] if isinstance(names, str) else names:
             known.setdefault(name, task)
@@ -346,6 +349,36 @@ def _pairs(settings: Any, length: int) -> Inputs:
     return {**_tokens(settings, length), "pixel_values": _pixels(settings), "return_loss": True}
 
 
+def _image_and_text(module: Any, length: int) -> Inputs:
+    """Two sequences, each of an image of the size that the settings say and of this many tokens of text.
+
+    Raises:
+        MissingRule: the settings do not say an image's size, or the module is given more than images.
+    """
+    settings = module.config
+    try:
+        token, images = next(image_tokens(settings)), _pixels(settings)
+        with torch.no_grad(), torch.device("meta"):
+            found = type(module)._from_config(settings).get_image_features(images[:1]).pooler_output
+    except (AttributeError, StopIteration, TypeError) as error:
+        raise MissingRule(
+            f"{settings.model_type}'s config.json does not say the sizes of the images that "
+            f"{type(module).__name__} is given ({reason(error)}); {ITSELF}",
+            kind="a class of transformers whose images a config.json does not say",
+        ) from error
+    pieces = found[0] if isinstance(found, list | tuple) else found
+    n = pieces.numel() // pieces.shape[-1]
+    text = _tokens(settings, length)["input_ids"]
+    ids = torch.cat([torch.full((2, n), token), text + (text == token)], 1)
+    types = {"token_type_ids": (ids != token).long()} if "token_type_ids" in _arguments(module) else {}
+    return {"input_ids": ids, **types, "labels": ids.clone(), "pixel_values": images}
+
+
+def _arguments(module: nn.Module) -> Mapping[str, Any]:
+    """The arguments of a module's forward pass."""
+    return signature(module.forward).parameters
+
+
 def _speech(settings: Any, length: int) -> Inputs:
     """Spectrograms of the only length that the model takes, and the text."""
     frames = 2 * settings.max_source_positions
@@ -366,3 +399,6 @@ TASKS: Final[Mapping[str, Callable[[Any, int], Inputs]]] = {
     "ZERO_SHOT_IMAGE_CLASSIFICATION": _pairs,
 }
 """What a class is called with, by the name of transformers' table of such classes."""
+
+WITH_IMAGES: Final = "IMAGE_TEXT_TO_TEXT"
+"""The table of classes that are called with images and text."""

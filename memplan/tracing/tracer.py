@@ -288,7 +288,7 @@ def _traced(
     eager = not (compiles or experts_within or _has_hooks(example.module))
     runs = _checked_runs(precisions, autocasts=eager, of_deepspeed=zero3 or ulysses, over_cp="cp" in mesh)
     shapes, plays_cuda = Shapes(), runs_on == CUDA and not executed
-    why, kind = "", {"any_length": any_length, "zero3": zero3, "experts_within": experts_within}
+    why = ""
     with ExitStack() as stack:
         for block in (no_collection(), without_logs_of_failures(), ONE_THREAD()):
             stack.enter_context(block)
@@ -301,13 +301,23 @@ def _traced(
             ranks = Ranks(mesh, axes_of(own, mesh), played, context)
             example = replace(example, module=module)
         for stacks in stacks_of(example.module, blocks):
-            tracer = _Tracer(example, stacks, shapes, runs_on, ranks, compiles, executes=executed, **kind)
+            made = partial(
+                _Tracer,
+                example,
+                stacks,
+                shapes,
+                runs_on,
+                ranks,
+                compiles,
+                executes=executed,
+                any_length=any_length,
+                zero3=zero3,
+                experts_within=experts_within,
+            )
             try:
-                recordings, limits = _of_known_kinds(tracer, runs)
+                return _model(*_recorded(made, runs), name, max_seq_len)
             except Unlike as unlike:
                 why = str(unlike)
-                continue
-            return _model(tracer, recordings, limits, name, max_seq_len)
     raise InvalidValue(f"blocks={blocks!r} are no units ({why}); leave blocks out.")
 
 
@@ -405,6 +415,14 @@ def _runs(precision: str) -> tuple[tuple[str, str], ...]:
 # --- Runs ---
 
 
+class _PartlyUsed(Unlike):
+    """Of parameters of one name in several blocks some get no gradient: `without_grad`."""
+
+    def __init__(self, why: str, without_grad: frozenset[str]) -> None:
+        super().__init__(why)
+        self.without_grad = without_grad
+
+
 class _Finer(Exception):
     """Blocks that were of one kind in earlier runs are of several."""
 
@@ -474,7 +492,9 @@ class _Tracer:
         any_length: bool,
         zero3: bool,
         experts_within: bool,
+        without_grad: frozenset[str] = frozenset(),
     ) -> None:
+        """Blocks differ that have parameters of one name, of which some get no gradient: `without_grad`."""
         self.ranks = ranks
         self.example = example
         self.stacks = stacks
@@ -485,10 +505,10 @@ class _Tracer:
         self.experts_within = experts_within
         self.compiles = compiles
         self.any_length = any_length and example.has_sequence
-        self.units = {block: unit for stack in stacks for block, unit in _units_of(stack)}
+        self.units = {block: unit for stack in stacks for block, unit in _units_of(stack, without_grad)}
         self.paths = {unit.path: unit for unit in self.units.values()}
         self.inside = tuple([f"{path}." for path in self.paths])
-        self.names = _common_names(example.module, self.units.values())
+        self.names = _common_names(example.module, self.units.values(), without_grad)
         before, after = self.outside()
         every = [name for name, _ in example.module.named_parameters()] if example.apart else []
         apart = [name for name in every if name.startswith(f"{example.apart}.")]
@@ -563,7 +583,7 @@ class _Tracer:
             labels = _labels_of(self._few, known)
             with self._first_blocks(self._few):
                 parts = run(labels)
-            if not _are_finer(parts.labels, labels):
+            if not _are_finer(parts.labels, labels) and not _frees_in_one(parts):
                 return parts
         if self.whole is None and self.executes:
             run(known)  # once, so that libraries have the memory that they keep
@@ -810,7 +830,8 @@ class _Tracer:
         has_grad = {(self.common(n), p.grad is not None) for n, p in parameters.items() if p.requires_grad}
         unused = frozenset([name for name, used in has_grad if not used])
         if some := sorted(name for name in unused if (name, True) in has_grad):
-            raise Unlike(f"{some[0]} gets a gradient in some of them only")
+            without = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
+            raise _PartlyUsed(f"{some[0]} gets a gradient in some of them only", frozenset(without))
         if self.unused not in (None, unused):
             raise MissingRule(
                 f"{min(self.unused ^ unused)} gets a gradient in some runs only; freeze it "
@@ -860,15 +881,16 @@ def _labels_of(few: Mapping[Stack, int], labels: Mapping[str, int]) -> Mapping[s
     return found
 
 
-def _units_of(stack: Stack) -> Iterator[tuple[nn.Module, Unit]]:
-    """The blocks of a stack, each as a unit."""
+def _units_of(stack: Stack, without_grad: frozenset[str]) -> Iterator[tuple[nn.Module, Unit]]:
+    """The blocks of a stack, each as a unit; `without_grad`: parameters that tell blocks apart."""
     structures: dict[Any, int] = {}
     for path, block in stack.blocks.items():
-        number = structures.setdefault(structure_of(block), len(structures))
+        without = tuple([name for name, _ in block.named_parameters() if f"{path}.{name}" in without_grad])
+        number = structures.setdefault((structure_of(block), without), len(structures))
         yield block, Unit(path, stack.path, stack.role, number)
 
 
-def _common_names(module: nn.Module, units: Iterable[Unit]) -> dict[str, str]:
+def _common_names(module: nn.Module, units: Iterable[Unit], without_grad: frozenset[str]) -> dict[str, str]:
     """Names of blocks' modules and parameters, with a * for the block's number.
 
     Where parameters of one name differ between the blocks of a stack, the * is followed by the number of
@@ -881,7 +903,7 @@ def _common_names(module: nn.Module, units: Iterable[Unit]) -> dict[str, str]:
         for path, _ in block.named_modules(prefix=unit.path):
             found[path] = f"{unit.common}{path[len(unit.path) :]}"
         for name, parameter in block.named_parameters(prefix=unit.path, remove_duplicate=False):
-            like = parameter.shape, parameter.dtype, parameter.requires_grad
+            like = parameter.shape, parameter.dtype, parameter.requires_grad, name in without_grad
             common = f"{unit.common}{name[len(unit.path) :]}"
             if known.setdefault(common, like) != like:
                 common = f"{unit.common}{unit.structure + 1}{name[len(unit.path) :]}"
@@ -1215,6 +1237,29 @@ def _checkpointing(module: nn.Module) -> Iterator[None]:
 # --- Recordings ---
 
 
+def _frees_in_one(parts: Parts) -> bool:
+    """Whether what is no block frees a tensor of several blocks, as an output that holds their keys does."""
+    for part, events in parts.parts.items():
+        if part.partition("_")[0] in ("embed", "head", "loss", "end"):
+            changes = Counter(event.storage for event in events if event.kind == "free")
+            changes.subtract(event.storage for event in events if event.kind == "alloc")
+            if any(n > 1 for n in changes.values()):
+                return True
+    return False
+
+
+def _recorded(
+    made: Callable[..., _Tracer], runs: Sequence[tuple[str, str]]
+) -> tuple[_Tracer, dict[Variant, Recording], Point | None]:
+    """The tracer that tells blocks apart of which some get no gradient, and what it recorded."""
+    tracer = made()
+    try:
+        return tracer, *_of_known_kinds(tracer, runs)
+    except _PartlyUsed as partly:
+        finer = made(without_grad=partly.without_grad)
+        return finer, *_of_known_kinds(finer, runs)
+
+
 def _of_known_kinds(
     tracer: _Tracer, runs: Sequence[tuple[str, str]]
 ) -> tuple[dict[Variant, Recording], Point | None]:
@@ -1350,10 +1395,13 @@ def _lengths(example: Example, length: int) -> tuple[int, ...]:
         return (1, 1, 1)
     if length < LEAST_LENGTH:
         raise InvalidValue(f"the example's sequence has {length} tokens; give one of {LEAST_LENGTH} or more.")
-    usual = LENGTHS if length >= max(LENGTHS) else (length * 3 // 4, length, length // 2)
+    fixed = example.image_tokens
+    text = length - fixed
+    of_text = LENGTHS if text >= max(LENGTHS) else (text * 3 // 4, text, text // 2)
+    usual = tuple([fixed + n for n in of_text])
     dims = {n for p in example.module.parameters() for n in (*p.shape, *local(p).shape)}
     for apart in (16, 8):
-        found = [next((m for m in range(n, 0, -gcd(n, apart)) if m not in dims), n) for n in usual]
+        found = [next((m for m in range(n, fixed, -gcd(n, apart)) if m not in dims), n) for n in usual]
         if len({*found}) == len(usual) and dims.isdisjoint(found):
             return tuple(found)
     return usual
@@ -1394,6 +1442,7 @@ def _model(
         made_with=_made_with(example.module, tracer.device, executed=tracer.executes),
         has_sequence=example.has_sequence,
         limits=limits,
+        image_tokens=example.image_tokens,
         neglects=tuple(tracer.neglected),
         unused=tuple(sorted(unused)),
         lacks=tuple(tracer.lacks),

@@ -94,6 +94,9 @@ FSDP1_PLANS: Final[tuple[dict[str, Any], ...]] = (
 )  # fmt: skip
 """FSDP1 of modules whose weights are all trained, and all of one type."""
 
+OF_LLAVA_REFUSED: Final = {("fsdp_blocks", 2), ("fsdp_units", "block+ends")}
+"""LLaVA's last block of images gets no gradient, and its embedding is called before the images' blocks."""
+
 PIPELINED: Final = (
     "hf-llama", "hf-mistral", "hf-mixtral", "hf-qwen3", "hf-phi3", "hf-olmo2", "hf-gpt-neox",
     "hf-gpt2-untied", "encoder", "hf-llama-lora", "hf-llama-qlora",
@@ -129,6 +132,8 @@ def wild() -> tuple[Case, ...]:
         more += ENDS_PLANS if model.n_layers and not model.tied else ()
         for options in (*PLANS, *more):
             if "pp" in options and (name not in PIPELINED or ("fsdp_units" in options and model.frozen)):
+                continue
+            if name == "hf-llava" and not OF_LLAVA_REFUSED.isdisjoint(options.items()):
                 continue
             if "recompute" in options and one.package != "transformers":
                 continue
@@ -195,7 +200,7 @@ def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
             if "recompute" in options and not model.n_layers:
                 continue
             plan = _at_true_size(one, **options)
-            if _narrow(plan) and one.package == "torchvision":
+            if (_narrow(plan) and one.package == "torchvision") or (plan.ddp and model.unused):
                 continue
             case = Case(
                 name=f"{title(model, plan)}, {plan.global_batch} x {plan.seq_len}",

@@ -21,6 +21,7 @@ from memplan.engines.torch.units import (
     opened_when_called,
     repeatedly,
 )
+from memplan.errors import PlanRefused
 from memplan.memory import Alive
 from memplan.parts.ddp import ALL_REDUCE
 from memplan.parts.module import (
@@ -401,10 +402,12 @@ class FSDPModule(StageModule[FsdpState]):
         turns += [*self.pre_backward(units.called_head, order[0]), (head, 1)]
         turns += self.post_backward(units.called_head)
         parts.append(in_order("backward: head", turns))
-        outer = not self.stage.last
+        outer, skipped = not self.stage.last, list[tuple[ParamGroup | None, int]]()
         for (group, segments, times, closes), following in zip(rows, order[1:], strict=False):
             if not any(segment.events for segment, _ in segments):
+                skipped += [(group, times)] if closes else []
                 continue
+            _check_output(group, segments)
             turns = [*self.pre_backward(group, self._within(segments[0][0].events, following))]
             for segment, n in segments:
                 body = self._added(segment)
@@ -422,6 +425,8 @@ class FSDPModule(StageModule[FsdpState]):
         turns += self.post_backward(units.root)
         turns += self._late() if late else ()
         turns += self.post_backward(units.embed) if goes_on else self._not_visited()
+        for group, times in reversed(skipped):
+            turns += repeatedly(self._freed(group), times)
         turns += self.finalize_backward()
         parts.append(in_order(f"backward: {'module' if whole else 'embedding'}", turns))
         self._passed_backward(made_grads=True)
@@ -654,6 +659,22 @@ class FSDPModule(StageModule[FsdpState]):
         """What happens to each of the stage's groups, one after the other."""
         for group, times in self.units:
             yield from repeatedly(play(group), times)
+
+
+def _check_output(group: ParamGroup | None, segments: Sequence[tuple[Segment, int]]) -> None:
+    """Raise for a unit of several blocks whose last one gets no gradient, as its output is used by nobody.
+
+    FSDP2 gathers a unit again when the gradient of its last block's output comes. The earlier blocks' weights
+    have no storage then ("setStorage: ... are out of bounds for storage of size 0").
+
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._register_pre_backward_hook`.
+    """
+    if group is not None and group.reshards and not segments[0][0].events:
+        raise PlanRefused(
+            "fsdp_blocks: FSDP2 fails in the backward pass of a unit of several blocks whose last gets no "
+            "gradient; use fsdp_blocks=1.",
+            kind="a unit of FSDP2 whose last block gets no gradient",
+        )
 
 
 def gathered_last(stage: Stage, units: Units) -> ParamGroup | None:

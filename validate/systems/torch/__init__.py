@@ -16,6 +16,7 @@ from validate.cases import Case
 from validate.collectives import axis_of_group
 from validate.systems import Training
 from validate.systems.torch.adapters import scales_of
+from validate.systems.torch.masks import images_as_on_a_gpu
 from validate.systems.torch.parallelize import device_mesh, expert_mesh, parallel_module, stage_module
 from validate.systems.torch.passes import Passes, passes
 from validate.systems.torch.updates import Update, gradient, update_of
@@ -78,6 +79,8 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
     mesh, experts = device_mesh(plan, device), expert_mesh(plan, device)
     cut_before_made = case.tensors == "real" and not case.computes
     made_on = torch.device("meta") if cut_before_made else device
+    if case.device == "nogpu" and isinstance(model, TracedModel):
+        images_as_on_a_gpu(model.image_tokens / plan.seq_len)
     if isinstance(model, TracedModel) or case.is_of_others:
         modules = wild_modules(model, plan, at, mesh, experts, device, seed=case.seed, made_on=made_on)
         update = update_of(modules.values(), plan, mesh, device, learning_rate=case.learning_rate)

@@ -247,6 +247,33 @@ _siglip = _language(
 """SigLIP's images, whose last unit is called, and its output used by nobody."""
 
 
+PIECES: Final = (IMAGE // OF_IMAGES["patch_size"]) ** 2
+"""Tokens that stand for an image."""
+
+
+def _image_and_text(
+    samples: int,
+    seq_len: int,
+    generator: torch.Generator,
+    size: int = IMAGE,
+    pieces: int = PIECES,
+    vocabulary: int = VOCABULARY,
+) -> Inputs:
+    """Sequences that begin with an image; the last token of the vocabulary stands for one of its pieces."""
+    image = torch.full((samples, pieces), vocabulary - 1)
+    text = torch.randint(3, vocabulary - 1, (samples, seq_len - pieces), generator=generator)
+    ids = torch.cat([image, text], 1)
+    images = torch.randn(samples, 3, size, size, generator=generator)
+    return {"input_ids": ids, "labels": ids.clone(), "pixel_values": images}
+
+
+def _typed_image_and_text(samples: int, seq_len: int, generator: torch.Generator, **sizes: int) -> Inputs:
+    """The same for PaliGemma, which is told which tokens are text."""
+    inputs = _image_and_text(samples, seq_len, generator, **sizes)
+    ids = inputs["input_ids"]
+    return {**inputs, "token_type_ids": (ids != ids[0, 0]).long()}
+
+
 def _labelled_images(samples: int, _seq_len: int, generator: torch.Generator, size: int = IMAGE) -> Inputs:
     images = torch.randn(samples, 3, size, size, generator=generator)
     return {"pixel_values": images, "labels": torch.randint(N_CLASSES, (samples,), generator=generator)}
@@ -549,6 +576,35 @@ AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
         ),
         inputs=_tokens, seq_len=1024, package="transformers", gpu_batch=4,
     ),
+    "llava-1.5-7b": Wild(
+        module=_language(
+            "LlavaForConditionalGeneration", "LlavaConfig",
+            {"vision_config": {"model_type": "clip_vision_model", "hidden_size": 1024, "image_size": 336,
+                               "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24,
+                               "patch_size": 14, "projection_dim": 768},
+             "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32_064,
+                             "use_cache": False},
+             "image_token_index": 32_063},
+            use_cache=False,
+        ),
+        inputs=partial(_image_and_text, size=336, pieces=576, vocabulary=32_064),
+        seq_len=2048, package="transformers", gpu_batch=2,
+    ),
+    "paligemma-3b": Wild(
+        module=_language(
+            "PaliGemmaForConditionalGeneration", "PaliGemmaConfig",
+            {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 224,
+                               "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27,
+                               "patch_size": 14, "vision_use_head": False},
+             "text_config": {"model_type": "gemma", "vocab_size": 257_216, "num_hidden_layers": 18,
+                             "num_key_value_heads": 1, "head_dim": 256, "hidden_size": 2048,
+                             "num_attention_heads": 8, "intermediate_size": 16_384, "use_cache": False},
+             "projection_dim": 2048, "image_token_index": 257_215},
+            use_cache=False,
+        ),
+        inputs=partial(_typed_image_and_text, size=224, pieces=256, vocabulary=257_216),
+        seq_len=1024, package="transformers", gpu_batch=2,
+    ),
     "bert-large": Wild(
         module=_language(
             "BertForMaskedLM", "BertConfig",
@@ -643,6 +699,37 @@ IN_SMALL: Final[Mapping[str, Wild]] = {
     "u-net": Wild(module=UNet, inputs=_images),
     "two-towers": Wild(module=TwoTowers, inputs=_pairs),
     "encoder": Wild(module=Encoder, inputs=_next_tokens, seq_len=64),
+    "hf-llava": Wild(
+        module=_language(
+            "LlavaForConditionalGeneration",
+            "LlavaConfig",
+            {
+                "vision_config": {**OF_IMAGES, "model_type": "clip_vision_model"},
+                "text_config": {**GROUPED, "model_type": "llama"},
+                "image_token_index": VOCABULARY - 1,
+            },
+            use_cache=False,
+        ),
+        inputs=_image_and_text,
+        seq_len=64,
+        package="transformers",
+    ),
+    "hf-paligemma": Wild(
+        module=_language(
+            "PaliGemmaForConditionalGeneration",
+            "PaliGemmaConfig",
+            {
+                "vision_config": {**OF_IMAGES, "model_type": "siglip_vision_model"},
+                "text_config": {**GROUPED, "head_dim": 16, "model_type": "gemma"},
+                "projection_dim": WIDTH,
+                "image_token_index": VOCABULARY - 1,
+            },
+            use_cache=False,
+        ),
+        inputs=_typed_image_and_text,
+        seq_len=64,
+        package="transformers",
+    ),
 }
 """Small ones, for CPU ranks."""
 
