@@ -17,6 +17,7 @@ def masks_as_on_a_gpu(n_chosen: Callable[[torch.Tensor], int]) -> torch.library.
     library = torch.library.Library("aten", "IMPL")
 
     def places(mask: torch.Tensor) -> torch.Tensor:
+        mask = mask.contiguous()  # as the kernel holds it, until it has found the places
         none = torch.empty(0, dtype=torch.int64, device=mask.device)
         torch.ops.aten.nonzero.out(mask, out=none)
         return torch.empty((mask.dim(), n_chosen(mask)), dtype=torch.int64, device=mask.device).t()
