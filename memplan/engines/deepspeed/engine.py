@@ -66,6 +66,8 @@ class DeepSpeed(Engine):
 
     def divided(self, model: Model, plan: Plan, mesh: Mapping[Group, int], device: DeviceType) -> Model:
         degrees = {axis: mesh.get(axis, 1) for axis in ("cp", "tp")}
+        if degrees["tp"] > 1 and (degrees["cp"] > 1 or plan.zero == 3):
+            return model  # refused as a plan
         return under_deepspeed(model, device, plan.precision, zero3=plan.zero == 3, **degrees)
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
