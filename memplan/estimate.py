@@ -880,7 +880,7 @@ def estimate(
         model = replace(model, remarks=(*model.remarks, *model.usual_seq_len_said))
     told: dict[str, Any] = {**asked, **options}
     if deepspeed is not None:
-        told = _with_configuration(deepspeed, model, told)
+        model, told = _with_configuration(named, model, told, cluster)
     return estimate_plan(model, plan_of(**told), cluster, device)
 
 
@@ -902,19 +902,24 @@ def _resolved(named: Mapping[str, Any], kernels: DeviceType) -> Model:
 
 
 def _with_configuration(
-    deepspeed: Mapping[str, Any] | str | os.PathLike[str], model: Model, told: dict[str, Any]
-) -> dict[str, Any]:
-    """The keywords with what a DeepSpeed configuration says.
+    named: Mapping[str, Any], model: Model, told: dict[str, Any], cluster: Cluster | None
+) -> tuple[Model, dict[str, Any]]:
+    """The model and the keywords with what a DeepSpeed configuration says.
+
+    `named`: the arguments of `estimate`. dp is what the configuration leaves of a cluster, if not given.
 
     Raises:
         InvalidValue: for a keyword that says something else.
     """
     from memplan import launchers
 
-    if isinstance(deepspeed, Mapping):
-        found = launchers.read_configuration(deepspeed, model)
+    if isinstance(named["deepspeed"], Mapping):
+        found = launchers.read_configuration(named["deepspeed"], model)
     else:
-        found = launchers.read(deepspeed, "deepspeed", model)
+        found = launchers.read(named["deepspeed"], "deepspeed", model)
+    degrees = {axis: n for axis, n in found.keywords.items() if axis in DIVIDING}
+    if degrees and named["dp"] is None:
+        told |= {"dp": _dp_left(cluster, told | degrees)}
     said = found.on_ranks(told["dp"], told["micro_batch"])
     usual = {name: field.default for name, field in Plan.__dataclass_fields__.items()}
     for name, value in said.items():
@@ -926,7 +931,10 @@ def _with_configuration(
                 f"{name}={shown_value(given)} contradicts the DeepSpeed configuration, which says "
                 f"{name}={shown_value(value)}; leave one of them out."
             )
-    return told | said
+    told |= said
+    if named["implementation"] is None:
+        model = resolve(model, adapted=is_of_transformers(told))
+    return model, told
 
 
 def _dp_left(cluster: Cluster | None, asked: Mapping[str, Any]) -> int:

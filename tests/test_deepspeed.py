@@ -267,6 +267,77 @@ def test_ulysses_is_around_modules_of_transformers():
     assert {*chosen["cp"]} == {1, 2}
 
 
+OF_AUTOTP: dict[str, Any] = {
+    "engine": "deepspeed",
+    "implementation": "huggingface",
+    "cluster": "8xh100-sxm",
+    "seq_len": 4096,
+    "tp": 2,
+}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_autotp_divides_linears_and_the_vocabulary_of_tied_ends(zero):
+    found = memplan.estimate("qwen2.5-0.5b", **OF_AUTOTP, zero=zero)
+    check_laws(found)
+    assert found.n_parameters == 494_032_768  # those of all ranks
+    of_block, of_ends, of_norm = 2 + 5, 1 + 1 + 3, 2  # outputs, inputs' gradients; embedding, head, loss
+    over_tp = [one for one in found.collectives if one.axis == "tp"]
+    assert {one.kind for one in over_tp} == {"all_reduce"}
+    assert sum(one.calls for one in over_tp) == 24 * of_block + of_ends + of_norm
+    assert {one.axis for one in found.collectives} == {"dp", "tp"}
+
+
+def test_zero_0_masks_what_all_tensor_ranks_have_on_all_but_the_first():
+    found = memplan.estimate("qwen2.5-0.5b", **OF_AUTOTP, zero=0)
+    kept = [rank_estimate(found.model, found.plan, found.plan.place(i), H100).rest_bytes for i in (0, 1)]
+    assert (
+        kept[1] - kept[0] == 24 * 2 * 8
+    )  # the norms of a block are neighbours, between weights that are divided
+
+
+def test_a_single_data_parallel_rank_gathers_no_weights():
+    found = memplan.estimate("qwen2.5-0.5b", **OF_AUTOTP | {"cluster": "2xh100-sxm"}, zero=1)
+    assert not [one for one in found.collectives if one.kind == "all_gather"]
+
+
+REFUSED_OF_AUTOTP: list[tuple[dict[str, Any], str]] = [
+    ({"zero": 3}, "tp=2 with zero=3"),
+    ({"cp": 2}, "tp=2 with cp=2"),
+    ({"recompute": "selective"}, "tp=2 with recompute='selective'"),
+    ({"sequence_parallel": True}, "sequence_parallel=True: DeepSpeed's AutoTP divides no sequence"),
+    ({"tp": 4}, "tp=4 does not divide n_heads=14: DeepSpeed's AutoTP gives ranks shards that are not equal"),
+    ({"device": "cpu", "cluster": None, "dp": 2}, "tp=2: DeepSpeed's AutoTP has rules on GPUs only"),
+]
+
+
+@pytest.mark.parametrize("options,said", REFUSED_OF_AUTOTP, ids=[said for _, said in REFUSED_OF_AUTOTP])
+def test_what_autotp_does_not_divide_is_refused_with_a_way_out(options, said):
+    with pytest.raises(MemplanError, match=rf"^{re.escape(said)}.*; use"):
+        memplan.estimate("qwen2.5-0.5b", **{**OF_AUTOTP, "zero": 2, **options})
+
+
+def test_autotp_divides_modules_of_transformers():
+    with pytest.raises(MissingRule, match=r"tp=2: llama-3-8b .* is no module of transformers"):
+        memplan.estimate("llama-3-8b", **OF_AUTOTP | {"implementation": "reference"}, zero=1)
+
+
+def test_tensor_parallel_ranks_are_read_and_written():
+    of_ranks = {"tensor_parallel": {"autotp_size": 2, "dtype": "bf16"}, "train_batch_size": 48}
+    asked: dict[str, Any] = {
+        "deepspeed": {**CONFIGURATION, **of_ranks},
+        "cluster": "8xh100-sxm",
+        "seq_len": 4096,
+    }
+    found = memplan.estimate("qwen2.5-0.5b", **asked)
+    assert (found.plan.tp, found.plan.dp, found.plan.global_batch) == (2, 4, 24)
+    assert found.model.implementation == "huggingface"
+    written = json.loads(launchers.exported(found, "deepspeed").text)
+    assert (written["tensor_parallel"], written["train_batch_size"]) == ({"autotp_size": 2}, 48)
+    assert read_configuration(written, found.model).on_ranks(4)["global_batch"] == 24
+    assert read_configuration(CONFIGURATION | {"sequence_parallel_size": 4}, GPT).keywords["cp"] == 4
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
     ({"zero": 3, "zero_hpz_partition_size": 3}, "zero_hpz_partition_size=3 does not divide dp=4"),
@@ -285,7 +356,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"zero": 1, "precision": "fp32"}, "precision='fp32'"),
     ({"zero": 1, "optimizer": "sgd"}, "optimizer='sgd'"),
-    ({"zero": 1, "tp": 2}, "tp=2"),
+    ({"zero": 1, "pp": 2}, "pp=2"),
     ({"zero": 1, "dp": 1}, "dp=1"),
     ({"zero": 0}, "reduce_bucket_size=10000"),
 ]

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from memplan import TracedModel
 from memplan.engines.torch.options import compiled_blocks, torch_options
-from memplan.models.recording import ULYSSES, ZERO3
+from memplan.models.recording import AUTOTP, ULYSSES, ZERO3
 from memplan.tracing import cache
 from memplan.tracing.cache import Request
 from validate.cases import TRACES, Case, option, packed_trace
@@ -29,7 +29,7 @@ ADAPTED: Final = TRACES / "adapters"
 """The traces of models with adapters, compressed."""
 
 OF_DEEPSPEED: Final = TRACES / "deepspeed"
-"""The traces of models under DeepSpeed's ZeRO-3, and over the ranks of its Ulysses, compressed."""
+"""The traces of models under DeepSpeed's ZeRO-3, and over the ranks of its Ulysses or AutoTP, compressed."""
 
 COMPILED: Final = TRACES / "compiled"
 """The traces of models with compiled blocks, compressed."""
@@ -52,7 +52,7 @@ def path_of(asked: Request) -> Path:
     """Where the trace is, if it is on file."""
     follows_from = asked[:-1] if asked.compiles is None else asked
     key = hashlib.sha256(json.dumps(follows_from).encode()).hexdigest()[:16]
-    others = OF_DEEPSPEED if {ZERO3, ULYSSES} & json.loads(asked.text).keys() else ADAPTED
+    others = OF_DEEPSPEED if {ZERO3, ULYSSES, AUTOTP} & json.loads(asked.text).keys() else ADAPTED
     return (COMPILED if asked.compiles else others) / f"{asked.name}.{key}.json.xz"
 
 

@@ -5,6 +5,7 @@ flags in quotes.
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, Final
 
 import click
@@ -51,7 +52,8 @@ def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str | Model, di
         for note in found.notes:
             click.echo(f"Note: {note}", err=True)
         given = {key for key in asked if context.get_parameter_source(key) is ParameterSource.COMMANDLINE}
-        said = found.on_ranks(_n_replicas(asked), asked.get("micro_batch") or 1)
+        degrees = {key: value for key, value in found.keywords.items() if key not in given}
+        said = found.on_ranks(_n_replicas({**asked, **degrees}), asked.get("micro_batch") or 1)
         if said.get("engine", asked["engine"]) != asked["engine"] and "engine" not in given:
             others = set(option_fields(asked["engine"])) - given  # the defaults of another engine
             asked = {key: value for key, value in asked.items() if key not in others}
@@ -64,8 +66,9 @@ def with_file(model: str | None, asked: dict[str, Any]) -> tuple[str | Model, di
 
 
 def _n_replicas(asked: dict[str, Any]) -> int:
-    """The replicas that the flags ask for: `--dp`, or what the cluster has left."""
+    """The replicas that flags and a file ask for: `--dp`, or what the cluster has left."""
     if asked.get("dp") is not None:
         return int(asked["dp"])
     where = resolve_cluster(asked.get("cluster"))
-    return 1 if where is None else where.n_gpus
+    n_others = prod(asked.get(axis) or 1 for axis in ("cp", "tp"))
+    return 1 if where is None else max(1, where.n_gpus // n_others)

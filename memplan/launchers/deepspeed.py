@@ -13,7 +13,19 @@ from memplan.launchers.base import Job, Launcher, Limit, Read
 from memplan.models import Model
 
 BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-SECTIONS: Final = ("optimizer", "zero_optimization", "bf16", "fp16", "gradient_clipping")
+SECTIONS: Final = ("optimizer", "zero_optimization", "bf16", "fp16", "gradient_clipping", "tensor_parallel")
+
+SEQUENCES: Final = ("sequence_parallel_size", "data_parallel_size")
+"""Keys that say how many ranks divide a sequence; both together make a mesh for another attention."""
+
+TENSOR_PARALLEL: Final[Mapping[str, Any]] = {
+    "tp_overlap_comm": False,
+    "vocab_parallel_ce_backend": "torch",
+    **dict.fromkeys(("vocab_parallel_lm_head", "partition_config", "preset_model"), None),
+    **dict.fromkeys(("injection_policy_tuple", "tp"), None),
+    **dict.fromkeys(("keep_module_on_host", "kernel_inject"), False),
+}
+"""Keys of `tensor_parallel` beside the number of ranks and `dtype`, with the only value that has a rule."""
 
 HARMLESS: Final = frozenset({
     *("steps_per_print", "wall_clock_breakdown", "dump_state", "scheduler", "tensorboard", "wandb"),
@@ -100,6 +112,8 @@ class DeepSpeedLauncher(Launcher):
         yield "The learning rate is DeepSpeed's default unless optimizer.params.lr says another."
         if job.estimate.plan.recompute != "none":
             yield "Recomputation is the training script's: it checkpoints the model's blocks."
+        if job.estimate.plan.tp > 1:
+            yield "train_batch_size counts a sequence once for each tensor-parallel rank, as DeepSpeed does."
         if (cp := job.estimate.plan.cp) > 1:
             yield (
                 "Sequences are divided by the training script: before initialize it calls "
@@ -118,8 +132,10 @@ class DeepSpeedLauncher(Launcher):
             zero[OFFLOAD_PARAM] = {"device": options[OFFLOAD_PARAM]}
         half = next(word for word, precision in PRECISIONS.items() if precision == plan.precision)
         optimizer = {"adam": "Adam", "adamw": "AdamW"}[plan.optimizer]
+        batch = plan.global_batch * plan.tp, plan.micro_batch, plan.n_micro_batches
         values = {
-            **dict(zip(BATCH, (plan.global_batch, plan.micro_batch, plan.n_micro_batches), strict=True)),
+            **dict(zip(BATCH, batch, strict=True)),
+            **({"tensor_parallel": {"autotp_size": plan.tp}} if plan.tp > 1 else {}),
             half: {"enabled": True},
             "gradient_clipping": plan.clip_grad_norm or 0.0,
             "zero_optimization": zero,
@@ -145,10 +161,11 @@ def read_configuration(values: Any, model: Model) -> Read:
     """
     if not isinstance(values, Mapping):
         raise InvalidValue(f"{shown_value(values)} is no DeepSpeed configuration; use an object of its keys.")
-    _check_names("key of a DeepSpeed configuration", values, {*BATCH, *SECTIONS, *HARMLESS})
+    _check_names("key of a DeepSpeed configuration", values, {*BATCH, *SECTIONS, *SEQUENCES, *HARMLESS})
     precision, is_open = _precision(values)
     keywords: dict[str, Any] = {"engine": "deepspeed", "precision": precision}
     keywords |= _zero(_section(values, "zero_optimization"), model)
+    keywords |= _degrees(values)
     if clip := values.get("gradient_clipping", 0.0):
         keywords["clip_grad_norm"] = MAX_GRAD_NORM if clip == AUTO_WORD else clip
     keywords["optimizer"] = _optimizer(_section(values, "optimizer"))
@@ -159,6 +176,8 @@ def read_configuration(values: Any, model: Model) -> Read:
             "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided; use "
             "train_micro_batch_size_per_gpu."
         )
+    if total is not None:
+        total = _samples(total, keywords.get("tp", 1))
     keywords |= {name: n for name, n in (("global_batch", total), ("micro_batch", each)) if n is not None}
     left_open = {"precision": is_open, "clip_grad_norm": values.get("gradient_clipping") == AUTO_WORD}
     says_no_steps = any(auto) or (total is not None and each is not None)
@@ -190,6 +209,36 @@ def _count(name: str, values: Mapping[str, Any]) -> int | None:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise InvalidValue(f"{name}={shown_value(n)} has to be greater than 0; use a whole number.")
     return n
+
+
+def _samples(total: int, tp: int) -> int:
+    """The sequences of a `train_batch_size`, which counts each once for each tensor-parallel rank.
+
+    Source: `deepspeed.runtime.config:DeepSpeedConfig`, whose `world_size` is of all ranks.
+    """
+    if total % tp:
+        raise InvalidValue(
+            f"train_batch_size={total} is no multiple of autotp_size={tp}, though it counts the batches of "
+            f"all ranks; use {-(-total // tp) * tp}."
+        )
+    return total // tp
+
+
+def _degrees(values: Mapping[str, Any]) -> dict[str, int]:
+    """The tensor-parallel ranks and those that divide a sequence, where there are several."""
+    section = _section(values, "tensor_parallel")
+    _check_names("key of tensor_parallel", section, {"autotp_size", "dtype", *TENSOR_PARALLEL})
+    for name, usual in TENSOR_PARALLEL.items():
+        if (value := section.get(name, usual)) != usual:
+            raise InvalidValue(f"tensor_parallel.{name}={shown_value(value)} has no rule yet; leave it out.")
+    if "data_parallel_size" in values:
+        raise InvalidValue(
+            "data_parallel_size beside sequence_parallel_size makes the mesh of DeepSpeed's "
+            "DistributedAttention, which has no rule; leave it out, and use UlyssesSPAttentionHF."
+        )
+    tp = 0 if section.get("autotp_size") == 0 else _count("autotp_size", section)
+    found = {"tp": tp, "cp": _count("sequence_parallel_size", values)}
+    return {axis: n for axis, n in found.items() if n and n > 1}
 
 
 def _precision(values: Mapping[str, Any]) -> tuple[str, bool]:

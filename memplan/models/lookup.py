@@ -25,6 +25,7 @@ from memplan.models.families import FAMILIES, implementations_of, implemented
 from memplan.models.hub import hub_config, is_repository
 from memplan.models.presets import preset, preset_named, preset_names
 from memplan.models.recording import (
+    AUTOTP,
     BEYOND_WINDOW,
     FLOAT8,
     FLOAT8_ALL_GATHER,
@@ -60,11 +61,11 @@ class Tracing(NamedTuple):
 def is_of_transformers(asked: Mapping[str, Any]) -> bool:
     """Whether keywords ask for what only transformers' models have.
 
-    These are adapters, Liger's loss, the Trainer, and sequences that DeepSpeed divides.
+    These are adapters, Liger's loss, the Trainer, and what DeepSpeed divides: sequences, and layers.
     """
     others = any(asked.get(name, "none") != "none" for name in ("liger_kernel", "trainer"))
-    ulysses = asked.get("engine") == "deepspeed" and asked.get("cp", 1) != 1
-    return asked.get("lora_rank") is not None or others or ulysses
+    degrees = {asked.get(axis, 1) for axis in ("cp", "tp")} if asked.get("engine") == "deepspeed" else set()
+    return asked.get("lora_rank") is not None or others or bool(degrees - {1})
 
 
 def resolve(
@@ -196,20 +197,28 @@ def _other_code(model: Model) -> str:
     return f"use implementation={OF_PEFT!r}, or" if found else "use"
 
 
-def under_deepspeed(model: Model, device: DeviceType, precision: str, *, zero3: bool, cp: int) -> Model:
-    """The model as DeepSpeed runs it, under ZeRO-3 or not, over context-parallel ranks: itself, if known so.
+def under_deepspeed(
+    model: Model, device: DeviceType, precision: str, *, zero3: bool, cp: int = 1, tp: int = 1
+) -> Model:
+    """The model as DeepSpeed runs it, under ZeRO-3 or not, over several ranks: itself, if known so.
 
     Else its module is traced for this precision, as by `divided`: with the hooks of ZeRO-3 where its
-    operations are not known by module, and with the all-to-alls of Ulysses over several ranks.
+    operations are not known by module, with the all-to-alls of Ulysses over context-parallel ranks, and
+    as AutoTP divides it over tensor-parallel ones.
 
     Raises:
         MissingRule: it was not traced so, and no config.json says how to.
     """
-    mesh = with_several(cp=cp)
-    asked = zero3, cp > 1, mesh
-    if isinstance(model, TracedModel) and asked == (model.is_zero3, model.is_ulysses, model.mesh):
+    mesh = with_several(cp=cp, tp=tp)
+    asked = zero3, cp > 1, tp > 1, mesh
+    if isinstance(model, TracedModel) and asked == (
+        model.is_zero3,
+        model.is_ulysses,
+        model.is_autotp,
+        model.mesh,
+    ):
         return model
-    if cp == 1 and (not zero3 or model.implementation in HOOKED):
+    if not mesh and (not zero3 or model.implementation in HOOKED):
         return model
     values = model.config_values()
     if values is None:
@@ -218,7 +227,7 @@ def under_deepspeed(model: Model, device: DeviceType, precision: str, *, zero3: 
             "trace it with memplan.trace(..., zero3=True).",
             kind="DeepSpeed's ZeRO-3 of a model that was not traced for it",
         )
-    values |= ({ZERO3: True} if zero3 else {}) | ({ULYSSES: True} if mesh else {})
+    values |= {key: True for key, given in ((ZERO3, zero3), (ULYSSES, cp > 1), (AUTOTP, tp > 1)) if given}
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
     return traced_from_config(Config(values), model.name, device, (precision,), cache=True, mesh=mesh)

@@ -115,6 +115,9 @@ ROTATES: Final = ("allgather", "alltoall")
 ULYSSES: Final = "ulysses"
 """What DeepSpeed's ranks have instead of a rotation: they exchange heads. Also a Config's key for a trace."""
 
+AUTOTP: Final = "autotp"
+"""The key beside a config.json's own that asks for a trace over the ranks of DeepSpeed's AutoTP."""
+
 PARTS: Final = (
     "inputs", "embed", "entry", "block", "head", "loss",
     "embed_casts", "entry_casts", "block_casts", "head_casts",

@@ -16,6 +16,7 @@ from memplan.errors import MissingRule
 from memplan.mesh import Group
 from memplan.models.base import Layers, Model, Role
 from memplan.models.recording import (
+    AUTOTP,
     CONVOLUTIONS,
     EXPERTS,
     MIXTURE,
@@ -205,6 +206,11 @@ class TracedModel(Model):
     def is_ulysses(self) -> bool:
         """Whether it was traced over the sequence-parallel ranks of DeepSpeed's Ulysses."""
         return any(variant.rotate == ULYSSES for variant in self.recordings)
+
+    @property
+    def is_autotp(self) -> bool:
+        """Whether it was traced over the tensor-parallel ranks of DeepSpeed's AutoTP."""
+        return AUTOTP in (self.config_values() or {})
 
     @property
     def integer_dtypes(self) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ MOST_BYTES: Final = 256 * 1024**2
 LOGGER: Final = logging.getLogger("memplan.tracing")
 """Told when a trace begins and when it ends; the command line shows it on a terminal."""
 
-PACKAGES: Final = ("torch", "transformers", "peft", "torchao", "torchtitan")
+PACKAGES: Final = ("torch", "transformers", "peft", "torchao", "torchtitan", "deepspeed")
 """The packages whose code is traced."""
 
 

@@ -33,6 +33,7 @@ from memplan.mesh import Group, degrees_text
 from memplan.models.base import MOST_LAYERS
 from memplan.models.config import Config
 from memplan.models.recording import (
+    AUTOTP,
     BEYOND_WINDOW,
     FLOAT8,
     FLOAT8_ALL_GATHER,
@@ -46,6 +47,7 @@ from memplan.models.recording import (
 )
 from memplan.models.traced import TracedModel
 from memplan.tracing.adapters import with_adapters
+from memplan.tracing.autotp import divided_by_autotp
 from memplan.tracing.cache import without_remarks
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
@@ -68,7 +70,7 @@ IMAGE: Final = 224
 NOT_READ: Final = ("auto_map", "torch_dtype", "dtype", "attn_implementation", "use_cache")
 """Keys that say where code is, or what a plan says."""
 
-OF_PLANS: Final = (ADAPTERS, ZERO3, ULYSSES, FLOAT8, FLOAT8_ALL_GATHER, TRAINER, BEYOND_WINDOW)
+OF_PLANS: Final = (ADAPTERS, ZERO3, ULYSSES, AUTOTP, FLOAT8, FLOAT8_ALL_GATHER, TRAINER, BEYOND_WINDOW)
 """Keys that memplan adds to a file's own, of what a plan says."""
 
 REACHED: Final = 16
@@ -135,6 +137,8 @@ def traced_from_config(
         example, parallelize = _example(module, inputs, config.value(TRAINER, None)), None
         if ulysses := config.value(ULYSSES, False):
             example, parallelize = divided_by_ulysses(module, inputs)
+        if autotp := config.value(AUTOTP, False):
+            parallelize = divided_by_autotp
         with_float8(module, config.value(FLOAT8, "none"), all_gather=config.value(FLOAT8_ALL_GATHER, False))
         runs_on = torch.device("cpu") if device == "cpu" else CUDA
         asked = [precision for precision in precisions if precision in RUNS] or USUAL
@@ -149,7 +153,7 @@ def traced_from_config(
             mesh=checked_mesh(mesh or {}),
             parallelize=parallelize,
             zero3=config.value(ZERO3, False),
-            ulysses=ulysses,
+            of_deepspeed=ulysses or autotp,
             compiles=compiles,
         )
         return replace(found, lengths=lengths)

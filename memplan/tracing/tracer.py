@@ -48,6 +48,7 @@ from memplan.models.recording import (
 )
 from memplan.models.traced import TracedModel, modules_with
 from memplan.record import HookKind
+from memplan.tracing.autotp import communicating, divided_shape
 from memplan.tracing.cache import no_collection, setting, without_logs_of_failures
 from memplan.tracing.compiled import compiled, compiling
 from memplan.tracing.context import chosen_for_dtensors, divided_sequences
@@ -223,16 +224,17 @@ def traced(
     parallelize: Parallelize | None = None,
     cp_ranks: Sequence[int] = (0,),
     zero3: bool = False,
-    ulysses: bool = False,
+    of_deepspeed: bool = False,
     compiles: Compiles | None = None,
     experts_within: bool = False,
 ) -> TracedModel:
     """The model of an example; where it is for `any_length`, one of the example's own length is refused.
 
-    `mesh`, `parallelize`, `cp_ranks`, `zero3`: as of `trace`, checked. `ulysses`: context-parallel ranks
-    are DeepSpeed's, which exchange heads. `compiles`: how blocks are compiled; None: they are not.
-    `experts_within`: FSDP2 alone trains the module, and experts are within the units of their blocks, as
-    torchtitan has it; else they are units of their own, and tokens are dealt out to them.
+    `mesh`, `parallelize`, `cp_ranks`, `zero3`: as of `trace`, checked. `of_deepspeed`: the mesh's ranks
+    are DeepSpeed's: those along cp exchange heads, and AutoTP divides over those along tp. `compiles`: how
+    blocks are compiled; None: they are not. `experts_within`: FSDP2 alone trains the module, and experts are
+    within the units of their blocks, as torchtitan has it; else they are units of their own, and tokens are
+    dealt out to them.
 
     Raises:
         MemplanError: as `trace`.
@@ -256,7 +258,7 @@ def traced(
                 parallelize=parallelize,
                 cp_rank=checked_count("cp_ranks", place, least=0, most=cp - 1),
                 zero3=zero3,
-                ulysses=ulysses,
+                of_deepspeed=of_deepspeed,
                 compiles=compiles,
                 experts_within=experts_within,
             )
@@ -280,13 +282,14 @@ def _traced(
     parallelize: Parallelize | None,
     cp_rank: int,
     zero3: bool,
-    ulysses: bool,
+    of_deepspeed: bool,
     compiles: Compiles | None,
     experts_within: bool,
 ) -> TracedModel:
     """The model of an example as the rank at this place along cp runs it."""
     eager = not (compiles or experts_within or _has_hooks(example.module))
-    runs = _checked_runs(precisions, autocasts=eager, of_deepspeed=zero3 or ulysses, over_cp="cp" in mesh)
+    narrow = zero3 or of_deepspeed
+    runs = _checked_runs(precisions, autocasts=eager, of_deepspeed=narrow, over_cp="cp" in mesh)
     shapes, plays_cuda = Shapes(), runs_on == CUDA and not executed
     why = ""
     with ExitStack() as stack:
@@ -297,8 +300,10 @@ def _traced(
         if mesh:
             divides = parallelize or own_plan(example.module, mesh)
             module, own = stack.enter_context(divided(example.module, mesh, divides, runs_on, cp_rank))
-            context = Context(own["cp"], cp_rank, ulysses) if "cp" in mesh else None
-            ranks = Ranks(mesh, axes_of(own, mesh), played, context)
+            context = Context(own["cp"], cp_rank, of_deepspeed) if "cp" in mesh else None
+            if of_deepspeed and context is None:
+                stack.enter_context(communicating(own["tp"]))
+            ranks = Ranks(mesh, axes_of(own, mesh), played, context, of_deepspeed)
             example = replace(example, module=module)
         for stacks in stacks_of(example.module, blocks):
             made = partial(
@@ -428,17 +433,17 @@ class _Finer(Exception):
 
 
 class Context(NamedTuple):
-    """The context-parallel ranks, and the place of the one that runs; `ulysses`: DeepSpeed's."""
+    """The context-parallel ranks, and the place of the one that runs; `of_deepspeed`: Ulysses'."""
 
     ranks: DeviceMesh
     cp_rank: int
-    ulysses: bool
+    of_deepspeed: bool
 
     def dividing(
         self, module: nn.Module, sequences: Sequence[Tensor], rotate: str
     ) -> AbstractContextManager[Any]:
         """A block in which a module runs on its own pieces of these sequences."""
-        if self.ulysses:
+        if self.of_deepspeed:
             return exchanging_heads(module, self.ranks)
         return divided_sequences(self.ranks, sequences, rotate)
 
@@ -446,20 +451,22 @@ class Context(NamedTuple):
 class Ranks(NamedTuple):
     """The ranks that a module is divided over: how many along each axis, and the axes by their groups' names.
 
-    `within`: what its modules that hold DTensors run in; `context`: the ranks that divide its sequences.
+    `within`: what its modules that hold DTensors run in; `context`: the ranks that divide its sequences;
+    `of_deepspeed`: they are DeepSpeed's.
     """
 
     mesh: Mapping[Group, int]
     groups: Mapping[str, Group]
     within: AbstractContextManager[Any]
     context: Context | None = None
+    of_deepspeed: bool = False
 
     @property
     def rotates(self) -> tuple[str, ...]:
         """The ways of handing keys and values around."""
         if self.context is None:
             return ("",)
-        return (ULYSSES,) if self.context.ulysses else ROTATES
+        return (ULYSSES,) if self.of_deepspeed else ROTATES
 
     @property
     def cp(self) -> int:
@@ -1126,7 +1133,7 @@ def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
     """A parameter, of type `weights` if it is one of floats, or a buffer, on tensors without data.
 
     Where `weights` are float32, frozen ones keep a narrower type (`TracedTensor.keeps_dtype`). A parameter
-    with hooks around FSDP2's all-gather is what these make of its output.
+    with hooks around FSDP2's all-gather is what these make of its output. It has the hooks of its gradient.
 
     Source: `torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.init_unsharded_param`.
     """
@@ -1148,7 +1155,12 @@ def _like(tensor: Tensor, recorder: Recorder, weights: torch.dtype) -> Tensor:
             made, _ = hooked.fsdp_post_all_gather((made,), (scale,), dtype)
         if isinstance(tensor, DTensor):
             made = wrapped(made, tensor)
-        return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
+        if not is_parameter:
+            return made
+        parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    for hook in (tensor._backward_hooks or {}).values():
+        parameter.register_hook(hook)
+    return parameter
 
 
 @contextmanager
@@ -1320,7 +1332,7 @@ def _of_one_length(tracer: _Tracer) -> MissingRule:
 def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Variant]:
     """How the module is run; under other units of FSDP2 where these change the run before."""
     recomputes: Sequence[str] = RECOMPUTES if tracer.stacks else RECOMPUTES[:1]
-    if tracer.zero3 or tracer.ranks.rotates == (ULYSSES,):
+    if tracer.zero3 or tracer.ranks.of_deepspeed:
         plain = Variant("", "", "none", alone=False, units=MODULE if tracer.zero3 else "")
         for (weights, _), again, rotate in product(runs, recomputes, tracer.ranks.rotates):
             yield plain._replace(weights=weights, recompute=again, rotate=rotate)
@@ -1479,10 +1491,12 @@ def _kinds_of_blocks(
 def _of_module(name: str, tensor: Tensor, requires_grad: bool = True) -> TracedTensor:
     """A buffer, or a parameter; one that is unused is cast as a trained one."""
     dtype = "float32" if tensor.requires_grad and not requires_grad else dtype_name(tensor.dtype)
-    shape = tuple([(Term(n),) for n in tensor.shape])
+    whole, divided_by = divided_shape(tensor)
+    shape = tuple([(Term(n),) for n in whole])
     hooked = _hooked(tensor)
     gathered_as = "" if hooked is None else dtype_name(hooked._dtype)
-    return TracedTensor(name, shape, dtype, requires_grad, placed(tensor), gathered_as=gathered_as)
+    own = placed(tensor) or divided_by
+    return TracedTensor(name, shape, dtype, requires_grad, own, gathered_as=gathered_as)
 
 
 def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:

@@ -437,11 +437,41 @@ ULYSSES: Final[tuple[tuple[Model, dict[str, Any], int], ...]] = (
 )
 """One rank of 8 to 256, whose sequences DeepSpeed's Ulysses divides."""
 
+AUTOTP: Final[tuple[tuple[Model, dict[str, Any], int], ...]] = (
+    (LLAMA, {"dp": 4, "tp": 2, "zero": 1, **FULL}, 0),
+    (LLAMA, {"dp": 4, "tp": 2, "zero": 2, **FULL}, 7),
+    (LLAMA, {"dp": 2, "tp": 4, "zero": 0, **FULL}, 3),
+    (LLAMA, {"dp": 8, "tp": 8, "zero": 1, **FULL, "seq_len": 8192, "micro_batch": 2}, 9),
+    (LLAMA, {"dp": 8, "tp": 8, "zero": 2, "seq_len": 8192}, 63),
+    (
+        LLAMA,
+        {"dp": 16, "tp": 4, "zero": 2, **FULL, "seq_len": 8192, "global_batch": 64, "clip_grad_norm": 1.0},
+        33,
+    ),
+    (LLAMA, {"dp": 1, "tp": 8, "zero": 2, **FULL}, 7),
+    (LLAMA, {"dp": 8, "tp": 8, "zero": 1, **FULL, "offload_optimizer": "cpu-pinned"}, 17),
+    (QWEN, {"dp": 4, "tp": 8, "zero": 2, **FULL, "precision": "fp16-mixed"}, 0),
+    (QWEN, {"dp": 4, "tp": 4, "zero": 1, **FULL, "overlap_comm": True}, 13),
+    (QWEN, {"dp": 2, "tp": 8, "zero": 0, "seq_len": 2048}, 6),
+    (QWEN, {"dp": 8, "tp": 4, "zero": 1, **FULL, "precision": "fp16-mixed", "global_batch": 16}, 11),
+    (
+        QWEN,
+        {"dp": 4, "tp": 2, "zero": 2, **FULL, "overlap_comm": True, "reduce_bucket_size": 10**8},
+        1,
+    ),
+    (TIED, {"dp": 4, "tp": 2, "zero": 0, "precision": "fp16-mixed"}, 5),
+    (TIED, {"dp": 8, "tp": 2, "zero": 2, **FULL, "micro_batch": 4}, 15),
+    (TIED, {"dp": 8, "tp": 2, "zero": 1, "global_batch": 32}, 8),
+    (TIED, {"dp": 8, "tp": 2, "zero": 2, "offload_optimizer": "cpu"}, 3),
+    (TIED, {"dp": 1, "tp": 2, "zero": 1}, 0),
+)
+"""One rank of 2 to 64, over whose tensor-parallel ones DeepSpeed's AutoTP divides linears."""
+
 
 def gpu_deepspeed(gpus: Gpus | None) -> tuple[Case, ...]:
     """One rank of a world under DeepSpeed with stand-ins for the others; as many layers as fit one GPU."""
     own = [case for model, options, ranks in DEEPSPEED for case in _stand_ins(model, options, ranks, gpus)]
-    return *own, *(_of_transformers(*row, gpus) for row in (*DEEPSPEED_OF_TRANSFORMERS, *ULYSSES))
+    return *own, *(_of_transformers(*row, gpus) for row in (*DEEPSPEED_OF_TRANSFORMERS, *ULYSSES, *AUTOTP))
 
 
 def _of_transformers(model: Model, options: dict[str, Any], rank: int, gpus: Gpus | None) -> Case:

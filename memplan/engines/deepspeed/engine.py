@@ -19,10 +19,13 @@ from memplan.tape import Backend
 
 @final
 class DeepSpeed(Engine):
-    """DeepSpeed 0.19's engine over data-parallel ranks, and sequence-parallel ones (Ulysses)."""
+    """DeepSpeed 0.19's engine over data-parallel ranks, sequence-parallel (Ulysses) or tensor-parallel ones.
+
+    The tensor-parallel ones are AutoTP's.
+    """
 
     name = "deepspeed"
-    axes = ("dp", "cp")
+    axes = ("dp", "cp", "tp")
     refusals = REFUSALS
     options = DeepSpeedOptions
     confirmed_gpus = ("h100-sxm", "a100-80-sxm")
@@ -31,11 +34,12 @@ class DeepSpeed(Engine):
         return deepspeed_options(plan).offload_optimizer != "none"
 
     def check_device(self, plan: Plan, device: Device) -> None:
-        if device.on_cpu and plan.cp > 1:
-            raise MissingRule(
-                f"cp={plan.cp}: DeepSpeed's Ulysses has rules on GPUs only; use a cluster, or cp=1.",
-                kind="DeepSpeed's Ulysses on CPU ranks",
-            )
+        for axis, method in (("cp", "Ulysses"), ("tp", "AutoTP")):
+            if device.on_cpu and (n := getattr(plan, axis)) > 1:
+                raise MissingRule(
+                    f"{axis}={n}: DeepSpeed's {method} has rules on GPUs only; use a cluster, or {axis}=1.",
+                    kind=f"DeepSpeed's {method} on CPU ranks",
+                )
 
     def n_communicators(self, plan: Plan) -> int:
         """One more for the ranks that divide hpZ's copy of the weights."""
@@ -48,6 +52,12 @@ class DeepSpeed(Engine):
                 "(UlyssesSPAttentionHF): in attention a rank has whole sequences of some heads. States are "
                 "divided, or gradients averaged, over dp x cp; gradients are sent in float32."
             )
+        if plan.tp > 1:
+            yield (
+                f"tp={plan.tp} divides the linears of {model.name} by DeepSpeed's AutoTP, as transformers' "
+                "plan for it says: each adds up its outputs, or the gradients of its input, over tp. Each "
+                "rank has the whole embedding, if that shares no weight with the head."
+            )
         if plan.cp > 1 and not plan.zero:
             yield (
                 f"ZeRO-0 takes the {plan.cp} ranks of a sequence for tensor-parallel ones: all but the first "
@@ -55,19 +65,23 @@ class DeepSpeed(Engine):
             )
 
     def divided(self, model: Model, plan: Plan, mesh: Mapping[Group, int], device: DeviceType) -> Model:
-        return under_deepspeed(model, device, plan.precision, zero3=plan.zero == 3, cp=mesh.get("cp", 1))
+        degrees = {axis: mesh.get(axis, 1) for axis in ("cp", "tp")}
+        if degrees["tp"] > 1 and (degrees["cp"] > 1 or plan.zero == 3):
+            return model  # refused as a plan
+        return under_deepspeed(model, device, plan.precision, zero3=plan.zero == 3, **degrees)
 
     def play(self, model: Model, plan: Plan, device: Device) -> Iterator[RankRecord]:
         """The record of the fullest of three ranks.
 
         ZeRO-1 reduces the first one's gradients first; one has most whole gradients; the last one is padded.
-        Under ZeRO-0 the last one of a sequence masks its gradients.
+        Under ZeRO-0 the last one of a sequence, or of a tensor group, masks its gradients.
         """
         stage = DeepSpeedStage(model, plan, device, None)
         n = plan.n_shards
         fullest = Partitions(slots_of(stage.trained), n).fullest_rank() if plan.zero else 0
         places = dict.fromkeys((0, fullest, n - 1) if plan.zero in (1, 2) else (plan.cp - 1,))
-        ranks = [Rank(dp=place // plan.cp, cp=place % plan.cp) for place in places]
+        tp = 0 if plan.zero else plan.tp - 1
+        ranks = [Rank(dp=place // plan.cp, cp=place % plan.cp, tp=tp) for place in places]
         played = [DeepSpeedEngine(stage, rank).record() for rank in ranks]
         yield max(played, key=lambda record: record.peak_bytes)
 

@@ -9,6 +9,7 @@ from typing import Final, final
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.deepspeed.zero_optimizer import Optimizer, flat_buffer, stepped
 from memplan.parts.flat import Slot
+from memplan.plan import Rank
 from memplan.record import Collective, Event, Stretch, allocs, events, frees
 from memplan.shapes import BOOL, FP32, INT64, UINT8, buffer_of
 
@@ -18,18 +19,23 @@ ALLREDUCE_ELEMENTS: Final = 500_000_000
 
 @final
 class FP16Optimizer(Optimizer):
-    """Plays `deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer` under data parallelism."""
+    """Plays `deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer` under data parallelism.
+
+    `n_masked`: the stretches of the flat group that the norm leaves out.
+    """
 
     scales_loss = False
 
-    def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot], cp_rank: int) -> None:
+    def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot], rank: Rank) -> None:
         super().__init__(stage, slots)
-        self.cp_rank = cp_rank
+        again = [slot for slot in slots if not slot.parameter.is_divided] if rank.cp or rank.tp else []
+        starts, ends = {slot.start for slot in again}, {slot.end for slot in again}
+        self.n_masked = len(starts - ends)
         n = slots[-1].end
         self.flat = flat_buffer("fp16_groups_flat", n, stage.dtype, weights=True)
         self.fp32 = [flat_buffer(name, n) for name in ("fp32_groups_flat", "exp_avg", "exp_avg_sq")]
-        mask = buffer_of("flatten_grad_norm_mask_list", (1, 2), INT64)
-        self.made_in_step = [mask] * (cp_rank > 0)
+        mask = buffer_of("flatten_grad_norm_mask_list", (self.n_masked, 2), INT64)
+        self.made_in_step = [mask] * (self.n_masked > 0)
         self.states = self.flat, *self.fp32, *self.made_in_step
         self.grads = [self.grad(slot) for slot in self.slots]
 
@@ -67,19 +73,21 @@ class FP16Optimizer(Optimizer):
         )
 
     def _agreed(self, what: str, n_bytes: int) -> list[Event]:
-        """An all-reduce over the ranks of a sequence, which DeepSpeed takes for tensor-parallel ones."""
-        one = Collective(kind="all_reduce", axis="cp", what=what, payload_bytes=n_bytes)
-        return [one] * (self.stage.plan.cp > 1)
+        """An all-reduce over tensor-parallel ranks, for which DeepSpeed takes the ranks of a sequence too."""
+        plan = self.stage.plan
+        axis = "cp" if plan.cp > 1 else "tp"
+        one = Collective(kind="all_reduce", axis=axis, what=what, payload_bytes=n_bytes)
+        return [one] * (max(plan.cp, plan.tp) > 1)
 
     def _masked(self) -> Iterator[Event]:
-        """The gradients without what the first of these ranks has too: all.
+        """The gradients without what the first of these ranks has too: of a sequence's ranks, all.
 
         Source: `deepspeed.runtime.utils:get_flattened_grad_norm`.
         """
-        if not self.cp_rank:
+        if not self.n_masked:
             return
         n = self.slots[-1].end
-        pairs = buffer_of("cum_sum_pairs", (1, 2), FP32)
+        pairs = buffer_of("cum_sum_pairs", (self.n_masked, 2), FP32)
         marks, sums = (buffer_of(name, (n + 1,), FP32) for name in ("mask_tensor", "cumulated mask"))
         mask, masked = buffer_of("mask", (n + 1,), BOOL), buffer_of("masked gradients", (n,), FP32)
         yield from (*allocs(pairs, marks, sums, mask), *frees(sums, marks))

@@ -1,11 +1,12 @@
 """Plans that DeepSpeed does not run, or that no rule covers yet: each check raises with a way out."""
 
 from collections.abc import Callable
+from math import gcd
 from typing import Final
 
 from memplan.engines.deepspeed.options import OF_STAGE_3, DeepSpeedOptions, deepspeed_options
 from memplan.engines.refusals import check_beside, check_modelled, check_positions
-from memplan.errors import MissingRule, PlanRefused
+from memplan.errors import MissingRule, PlanRefused, divisors_text
 from memplan.models import Model, TracedModel, ends_are_tied
 from memplan.models.gpt import Gpt
 from memplan.models.llama import Llama
@@ -60,9 +61,9 @@ def _check_modelled(model: Model, plan: Plan) -> None:
 
 def _check_options(model: Model, plan: Plan) -> None:
     """Raise for ranks that ZeRO does not divide anything over, and for options of another stage."""
-    if plan.n_shards == 1:
+    if plan.n_shards * plan.tp == 1:
         raise PlanRefused(
-            "dp=1: engine='deepspeed' plays data-parallel ranks; use dp of 2 or more.",
+            "dp=1: engine='deepspeed' plays several ranks; use dp of 2 or more.",
             kind="DeepSpeed on a single rank",
         )
     options, usual = deepspeed_options(plan), DeepSpeedOptions()
@@ -90,7 +91,7 @@ def _check_sequences(model: Model, plan: Plan) -> None:
     cp = plan.cp
     if cp == 1:
         return
-    if model.config_values() is None or model.implementation in HOOKED:
+    if not _is_of_transformers(model):
         raise MissingRule(
             f"cp={cp}: {model.name} ({model.code}) is no module of transformers, whose attention DeepSpeed's "
             "Ulysses exchanges heads around; use implementation='huggingface', a config.json, or cp=1.",
@@ -113,9 +114,45 @@ def _check_sequences(model: Model, plan: Plan) -> None:
     check_beside(f"cp={cp}", "cp", "cp=1", not_modelled)
 
 
+def _is_of_transformers(model: Model) -> bool:
+    return model.config_values() is not None and model.implementation not in HOOKED
+
+
+def _check_tensor_parallel(model: Model, plan: Plan) -> None:
+    """Raise for models that AutoTP does not divide here, and for options without a rule beside it."""
+    tp = plan.tp
+    if tp == 1:
+        return
+    if not _is_of_transformers(model):
+        raise MissingRule(
+            f"tp={tp}: {model.name} ({model.code}) is no module of transformers, by whose plan DeepSpeed's "
+            "AutoTP divides linears; use implementation='huggingface', a config.json, or tp=1.",
+            kind="DeepSpeed's AutoTP of a model that is none of transformers",
+        )
+    sizes = model.sizes_over_tp
+    if left := [f"{name}={total}" for name, total in sizes.items() if total % tp]:
+        raise MissingRule(
+            f"tp={tp} does not divide {left[0]}: DeepSpeed's AutoTP gives ranks shards that are not equal, "
+            f"which has no rule yet; use one of {divisors_text(gcd(*sizes.values()))}.",
+            kind="DeepSpeed's AutoTP with shards that are not equal",
+        )
+    if plan.sequence_parallel:
+        raise PlanRefused(
+            "sequence_parallel=True: DeepSpeed's AutoTP divides no sequence; use sequence_parallel=False.",
+            kind="DeepSpeed's AutoTP with sequence parallelism",
+        )
+    not_modelled = (
+        (plan.zero == 3, "zero=3", "zero=2"),
+        (plan.cp > 1, f"cp={plan.cp}", "cp=1"),
+        (plan.recompute == "selective", "recompute='selective'", "recompute='full'"),
+    )
+    check_beside(f"tp={tp}", "tp", "tp=1", not_modelled)
+
+
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_modelled,
     _check_options,
+    _check_tensor_parallel,
     _check_sequences,
     check_positions,
 )

@@ -51,14 +51,14 @@ class DeepSpeedEngine:
         place = stage.plan.place_among_shards(rank)
         match stage.plan.zero:
             case 0:
-                self.optimizer = FP16Optimizer(stage, slots, rank.cp)
+                self.optimizer = FP16Optimizer(stage, slots, rank)
             case 3:
                 order = recorded_order([*self.forward_parts, *self.backward_parts])
                 coordinator = PartitionedParameterCoordinator(stage.plan, stage.dtype, order)
                 self.hooks = ModuleHooks(coordinator)
                 self.optimizer = Stage3Optimizer(stage, slots, coordinator, place)
             case _:
-                self.optimizer = DeepSpeedZeroOptimizer(stage, slots, place)
+                self.optimizer = DeepSpeedZeroOptimizer(stage, slots, place, rank.tp)
 
     def _forward_parts(self) -> Iterator[Part[Slot]]:
         """The parts of a forward pass in order."""
@@ -86,17 +86,22 @@ class DeepSpeedEngine:
         return passed(0, "forward", *[events(part.name, self._hooked(part)) for part in parts])
 
     def backward(self, *, older: bool, boundary: bool) -> Stretch:
-        """The backward pass: hooks reduce gradients as they come, or the epilogue does."""
-        optimizer, end = self.optimizer, self.trace.end_of_backward.events
+        """The backward pass: hooks reduce gradients as they come, or the epilogue does.
+
+        Before the epilogue the loss's gradient goes; the loss is the client's, who holds it until the end.
+        """
+        optimizer, scales_loss = self.optimizer, self.stage.op_context.scales_loss
+        *gradients, _ = end = self.trace.end_of_backward.events
+        n_before = len(gradients) - scales_loss
         if self.hooks is not None:
             self.hooks.is_backward = True
-        held = [LOSS, *[SCALED] * (optimizer.scales_loss and not self.stage.op_context.scales_loss)]
+        held = [LOSS, *[SCALED] * (optimizer.scales_loss and not scales_loss)]
         hooked = partial(self._hooked, older=older, boundary=boundary)
         played = [events(part.name, hooked(part)) for part in self.backward_parts]
         reduced = optimizer.epilogue(older=older, boundary=boundary)
         held_for = self.hooks.coordinator if self.hooks is not None else None
         left = () if held_for is None else held_for.release_all(kept=held_for.persistent)
-        epilogue = *end[:1], *reduced, *left, *end[1:], *frees(*reversed(held))
+        epilogue = *end[:n_before], *reduced, *left, *end[n_before:], *frees(*reversed(held))
         loss = events("backward: loss", allocs(*held))
         return passed(0, "backward", loss, *played, events("backward: epilogue", epilogue))
 
@@ -156,9 +161,9 @@ class DeepSpeedEngine:
         )  # fmt: skip
 
     def _init(self) -> Iterator[Event]:
-        """The module's weights and buffers."""
+        """The module's weights and buffers; AutoTP has sent its shards before all others."""
         stage = self.stage
-        for parameters, buffers in stage.modules():
+        for parameters, buffers in stage.sent_by_autotp():
             whole = parameters if self.optimizer.keeps_weights else ()
             yield from allocs(*[stage.weights[one] for one in whole], *buffers)
         yield from self.optimizer.init()

@@ -1,6 +1,7 @@
 """The model of a rank under DeepSpeed: its weights in one type, what it holds beside ZeRO's states."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import final
@@ -12,7 +13,7 @@ from memplan.models import Model, of_length, under_deepspeed
 from memplan.models.recording import ULYSSES
 from memplan.parts.stage import WholeStage
 from memplan.plan import Plan
-from memplan.shapes import FP32, INT32, Buffer, DType, buffer_of
+from memplan.shapes import FP32, INT32, Buffer, DType, Parameter, buffer_of
 from memplan.tape import Backend, OpContext
 
 
@@ -24,7 +25,8 @@ class DeepSpeedStage(WholeStage):
     """
 
     def __init__(self, model: Model, plan: Plan, device: Device, backend: Backend | None) -> None:
-        made = under_deepspeed(model, device.type, plan.precision, zero3=plan.zero == 3, cp=plan.cp)
+        degrees = {"cp": plan.cp, "tp": plan.tp}
+        made = under_deepspeed(model, device.type, plan.precision, zero3=plan.zero == 3, **degrees)
         made = of_length(made, plan.seq_len, device.type, plan.precision)
         super().__init__(made, plan, device, backend, plan.formats.compute)
         self.options = deepspeed_options(plan)
@@ -41,6 +43,18 @@ class DeepSpeedStage(WholeStage):
         Source: `deepspeed.runtime.config:DeepSpeedConfig.seq_parallel_communication_data_type`.
         """
         return FP32 if self.plan.cp > 1 else self.dtype
+
+    def sent_by_autotp(self) -> Iterator[tuple[Sequence[Parameter], tuple[Buffer, ...]]]:
+        """The parameters and the buffers of its modules in the order in which they come to the GPU.
+
+        Of a module that lies on the host AutoTP sends the shards: of blocks, of a head that is no block's and
+        shares its weight with the embedding, or not. `module.to` sends what is left.
+        """
+        modules = [*self.modules()]
+        for own, _ in (*modules[1:], *modules[:1]):
+            yield [one for one in own if one.is_divided], ()
+        for own, buffers in modules:
+            yield [one for one in own if not one.is_divided], buffers
 
     @cached_property
     def rest(self) -> Alive:

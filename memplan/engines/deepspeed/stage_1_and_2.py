@@ -37,9 +37,11 @@ class DeepSpeedZeroOptimizer(Optimizer):
         bucket: the parameters whose gradients are in the bucket.
         left: the ones whose gradients are larger than a bucket and stay until the backward pass is over.
         has_partition: whether `grads_in_partition` has been allocated in this backward pass.
+        normed: the elements of each slice whose norm it takes; the first tensor-parallel rank alone takes
+            the norms of weights that all of these ranks have.
     """
 
-    def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot], rank: int) -> None:
+    def __init__(self, stage: DeepSpeedStage, slots: Sequence[Slot], rank: int, tp_rank: int) -> None:
         super().__init__(stage, slots)
         options, plan, dtype = stage.options, stage.plan, stage.dtype
         self.partitions = Partitions(slots, plan.n_shards)
@@ -53,6 +55,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
         names = ("ipg bucket", "second ipg bucket")[: 1 + self.overlaps]
         self.ipg_buffers = [buffer_of(name, (self.bucket_size,), dtype) for name in names]
         self.own = self.partitions.slices(rank)
+        self.normed = [n for slot, n in self.own.items() if slot.parameter.is_divided or not tp_rank]
         self.padding = size - sum(self.own.values())
         owned = sum([slot.n_elements for slot in self.own])
         self.grads_in_partition = buffer_of("grads_in_partition", (owned,), dtype, "grads")
@@ -189,12 +192,16 @@ class DeepSpeedZeroOptimizer(Optimizer):
         self.has_partition = False
 
     def step(self) -> Stretch:
-        """Plays `DeepSpeedZeroOptimizer.step`."""
+        """Plays `DeepSpeedZeroOptimizer.step`; a single rank gathers no weights.
+
+        Source: `deepspeed.runtime.utils:all_gather_into_tensor_dp_groups`.
+        """
         what = "gather updated weights"
-        gathered = self.collective("all_gather", what, self.flat.n_bytes)
+        gather = self.collective("all_gather", what, self.flat.n_bytes)
+        gathered = [gather] * (self.stage.plan.n_shards > 1)
         if self.offloads:
             back = host_copy("updated weights", self.partitions.size * self.stage.dtype.itemsize)
-            return stepped(events("norm of gradients", self._norm()), after=(back, gathered))
+            return stepped(events("norm of gradients", self._norm()), after=(back, *gathered))
         size = self.partitions.size
         flat = buffer_of("flat_grad_partition", (size,), self.stage.dtype)
         single = buffer_of("single_grad_partition", (size,), FP32)
@@ -206,7 +213,7 @@ class DeepSpeedZeroOptimizer(Optimizer):
         return stepped(
             events("norm of gradients", self._norm()),
             events("gradients in float32", before),
-            after=(*frees(single), gathered, *frees(scaled, GLOBAL_NORM)),
+            after=(*frees(single), *gathered, *frees(scaled, GLOBAL_NORM)),
         )
 
     def _norm(self) -> Iterator[Event]:
@@ -214,9 +221,9 @@ class DeepSpeedZeroOptimizer(Optimizer):
 
         Under offload the norms were computed as the slices were copied to the host.
         """
-        yield self.all_reduce("overflow flag", UINT8.itemsize)
+        yield from self.agreed("overflow flag", UINT8.itemsize)
         if not self.offloads:
-            yield from norms_of(self.stage, self.own.values())
-        yield self.all_reduce("norm of gradients", FP32.itemsize)
+            yield from norms_of(self.stage, self.normed)
+        yield from self.agreed("norm of gradients", FP32.itemsize)
         if self.offloads:
             yield from frees(*self.norms)

@@ -124,6 +124,11 @@ class Optimizer(ABC):
         """An all-reduce over the ranks that divide the states."""
         return self.collective("all_reduce", what, n_bytes, stream)
 
+    def agreed(self, what: str, n_bytes: int) -> list[Collective]:
+        """All-reduces of a number: over the ranks that divide the states, then over tensor-parallel ones."""
+        over_tp = Collective(kind="all_reduce", axis="tp", what=what, payload_bytes=n_bytes)
+        return [self.all_reduce(what, n_bytes), *[over_tp] * (self.stage.plan.tp > 1)]
+
     def collective(self, kind: CollectiveKind, what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:
         """A collective over the ranks that divide the states."""
         axis = self.stage.plan.shard_group

@@ -28,6 +28,7 @@ from validate.predict import axis_of
 from validate.standin import materialised
 from validate.systems import Training
 from validate.systems.deepspeed.patches import without_kernels, without_shared_memory
+from validate.systems.deepspeed.tensor_parallel import agree, axes_of_groups, on_the_host
 from validate.systems.deepspeed.ulysses import divided_sequences, losses_of_pieces
 from validate.systems.torch import modules
 from validate.systems.torch.modules import Transformer
@@ -60,12 +61,14 @@ def configuration(plan: Plan, learning_rate: float) -> dict[str, Any]:
         pinned = options.offload_optimizer == "cpu-pinned"
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
     half = {"fp16": {"enabled": True, "initial_scale_power": SCALE_POWER}}
+    parallel = {"tensor_parallel": {"autotp_size": plan.tp}} if plan.tp > 1 else {}
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.n_micro_batches,
         "gradient_clipping": plan.clip_grad_norm or 0.0,
         "steps_per_print": 10**9,
         "zero_optimization": zero,
+        **parallel,
         "optimizer": {
             "type": {"adam": "Adam", "adamw": "AdamW"}[plan.optimizer],
             "params": {"lr": learning_rate},
@@ -81,7 +84,7 @@ class DeepSpeedTraining(Training):
     """
 
     def __init__(self, engine: Any, plan: Plan, loss_of: Callable[[int], Tensor], groups: Any = None) -> None:
-        axes = axis_of_groups(plan.shard_group)
+        axes = axes_of_groups() if plan.tp > 1 else axis_of_groups(plan.shard_group)
         if groups is not None:
             axes[groups.get_sequence_parallel_group().group_name] = axis_of(plan.mesh, "cp")
         super().__init__(axes)
@@ -185,6 +188,8 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
             mpu=groups,
             model_parameters=[one for one in module.parameters() if one.requires_grad],
         )
+    if plan.tp > 1:
+        agree(engine)
     of_rank = losses if groups is None else losses_of_pieces
     return DeepSpeedTraining(engine, plan, of_rank(case, engine, at, device), groups)
 
@@ -225,7 +230,7 @@ def _module(case: Case, device: torch.device, config: dict[str, Any]) -> nn.Modu
     made.train()
     for one in made.parameters():
         one.data = one.data.to(half)
-    return materialised(made, device)
+    return on_the_host(made) if plan.tp > 1 else materialised(made, device)
 
 
 @contextmanager
