@@ -38,7 +38,7 @@ class Example:
     `is_of_one_size`: other things happen at other batches and lengths, so that it is traced at its own.
     `before`: runs the module ahead of its forward pass, given the same inputs. `casts_inputs`: floats among
     these are cast to the type of the weights. `apart`: the path of a part that FSDP2 shards as a module of
-    its own; "" for none.
+    its own; "" for none. `hooks_again`: FSDP2's hooks in passes outside the module's own are recorded.
     """
 
     module: nn.Module
@@ -53,6 +53,7 @@ class Example:
     before: Callable[..., None] | None = None
     casts_inputs: bool = True
     apart: str = ""
+    hooks_again: bool = False
 
     @property
     def has_sequence(self) -> bool:

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import groupby
 
 from memplan.engines.torch.float8 import Float8Cast
-from memplan.engines.torch.options import gathers_head
+from memplan.engines.torch.options import gathers_head, runs_again
 from memplan.engines.torch.sharding import n_shards, padded_shard_elements, shard_elements
 from memplan.engines.torch.stage import Stage, stored_dtype
 from memplan.engines.torch.units import (
@@ -460,21 +460,27 @@ class Units:
         embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(tuple(outside), 1)
         self.reference = _reference_of(stage, place, reshards=again)
         """The frozen copy beside the module, which TRL shards whole, as a root of its own."""
-        self.hooked = {} if self.reference is None else {self.reference.names: self.reference}
-        """The units whose hooks a trace has, by the names of their parameters: experts and a reference."""
+        self.hooked: dict[tuple[str, ...], ParamGroup | None] = {}
+        if self.reference is not None:
+            self.hooked[self.reference.names] = self.reference
+        """The units whose hooks a trace has, by the names of their parameters: experts and a reference.
+
+        If the module runs again outside the pass that trains it, all are. The root is there without a name.
+        """
         self.within: dict[ParamGroup | None, ParamGroup] = {}
         """The experts of a block, by its own unit."""
         self.shares = stage.is_of_torchtitan
         """Whether experts are a second group of their block's unit, as torchtitan has it, and no unit."""
-        blocks, inner = [], dict[EqualParameters, ParamGroup]()
+        blocks, inner, made_of = [], dict[EqualParameters, ParamGroup](), dict[tuple[str, ...], ParamGroup]()
         for own, n, role in stage.block_parameters:
             rest, experts = (tuple([p for p in own if p.is_of_experts == of]) for of in (False, True))
             blocks.append((EqualParameters(rest, n), role))
             if names := tuple([p.name for p in experts]):
                 if names not in self.hooked:
                     parts = [EqualParameters(experts, 1)]
-                    self.hooked[names] = ParamGroup(stage, place, "experts", parts, reshards=again)
-                inner[EqualParameters(rest, 1)] = self.hooked[names]
+                    made_of[names] = ParamGroup(stage, place, "experts", parts, reshards=again)
+                    self.hooked[names] = made_of[names]
+                inner[EqualParameters(rest, 1)] = made_of[names]
 
         def unit(name: str, *parts: EqualParameters, reshards: bool = again) -> ParamGroup | None:
             any_parameters = any(p.parameters for p in parts)
@@ -513,6 +519,15 @@ class Units:
                         if (unit_ := made[shared]) is not None:
                             unit_.is_last = not self.shares
                 self.rows.append(Row(made[shared], size, times))
+        if runs_again(stage.plan):
+            self.hooked |= {one.names: one for one in made.values() if one is not None}
+            ends = {tuple([p.name for p in embed.parameters]): self.embed, (): self.root}
+            self.hooked |= ends | {tuple([p.name for p in outside]): self.called_head}
+
+    @property
+    def roots(self) -> tuple[tuple[str, ...], ...]:
+        """How a trace's hooks name roots: the module's is named by nothing, a reference by its parameters."""
+        return ((),) if self.reference is None else ((), self.reference.names)
 
     def groups(self, group: ParamGroup | None) -> tuple[ParamGroup, ...]:
         """The groups of a unit in the order in which they are gathered: that of the experts is the second.
