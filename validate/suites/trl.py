@@ -149,6 +149,7 @@ LARGE_COMPLETIONS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]
     (QWEN, 4, {"dp": 64, **FSDP2, "precision": "bf16", "ref_model": True}, 63),
     (LLAMA, 4, {"dp": 16, **FSDP2, "ref_model": True, "recompute": "full", "global_batch": 128}, 15),
     (LLAMA, 4, {"dp": 8, **FSDP2, "zero": 2, "seq_len": 2048}, 3),
+    (LLAMA, 2, {"dp": 7, **FSDP2, "seq_len": 2048}, 6),
     (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "ref_model": True}, 1),
     (QWEN, 8, {**LORA, "dp": 16, **FSDP2, "global_batch": 64}, 15),
 )

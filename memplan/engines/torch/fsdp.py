@@ -374,7 +374,7 @@ class FSDPModule(StageModule[FsdpState]):
 
     @cached_property
     def _n_before_forward(self) -> int:
-        """Events of the embedding's segment that are passes of the trainer's, and free all that these made."""
+        """Events of the embedding's segment that are the trainer's other passes, and free what these made."""
         found = self.trace.embed.events if self.units.hooked else ()
         last = max([place for place, event in enumerate(found) if isinstance(event, UnitHook)], default=-1)
         alive = Counter[Buffer]()

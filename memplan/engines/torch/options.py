@@ -224,9 +224,9 @@ def gathers_head(plan: Plan) -> bool:
 
 
 def runs_again(plan: Plan) -> bool:
-    """Whether TRL's trainer also runs what FSDP2 shards, in each micro-batch, outside the pass that trains it.
+    """Whether TRL's trainer runs what FSDP2 shards in other passes too than the one that trains it.
 
-    GRPOTrainer scores completions with it. With its adapters off it is the reference.
+    GRPOTrainer scores completions with it, and with its adapters off it is the reference.
     """
     options = torch_options(plan)
     refers = options.trainer == "dpo" and not options.precompute_ref_log_probs and plan.adapters is not None

@@ -183,14 +183,13 @@ class Stage(ModelStage):
             return found
         head, before, after = found.head.events, found.embed.events, found.loss.events
         if gathers_head(self.plan):
-            names = tuple([one.name for one in found.head_parameters])
             whole = gathered(found.head_parameters[-1], self.plan)
-            again = UnitHook("pre_forward", names)
+            again = UnitHook("pre_forward", tuple([one.name for one in found.head_parameters]))
             head = whole, *head
-            before, after = ([whole if e == again else e for e in own] for own in (before, after))
+            before, after = (tuple([whole if e == again else e for e in own]) for own in (before, after))
         return replace(
             found,
-            embed=Segment(tuple(before)),
+            embed=Segment(before),
             head=Segment(head),
             loss=Segment((*after, *metrics(self.plan))),
         )

@@ -38,7 +38,7 @@ class KeptByTrainer:
         last_loss: the last micro-batch's loss, which lives until that of the next is there.
         norm: the norm of the gradients.
         losses: the sum of the losses since the last log.
-        for_server: sharded weights as a server of vLLM gets them, whole; each is freed when the next is there.
+        for_server: whole weights for a server of vLLM; each is freed when the next has been gathered.
     """
 
     batch: tuple[Buffer, ...]

@@ -61,7 +61,10 @@ def dpo_trainer(
         **arguments, remove_unused_columns=False, max_length=None, precompute_ref_log_probs=ahead
     )
     stubs: dict[str, Any] = dict.fromkeys(("_prepare_dataset", "_precompute_ref_logps"), _as_it_is)
-    of_module = {"hash_module": lambda _: "", "create_model_from_path": lambda *_, **__: deepcopy(module)}
+    of_module: dict[str, Any] = {
+        "hash_module": lambda _: "",
+        "create_model_from_path": lambda *_, **__: deepcopy(module),
+    }
     with patch.multiple(own.DPOTrainer, **stubs), patch.multiple(own, **of_module):
         trainer = own.DPOTrainer(
             model=module.unload() if adapted else module,
