@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import memplan
+from memplan.engines.torch.trainer import FOR_SERVER
 from memplan.errors import MemplanError, MissingRule, PlanRefused
 from memplan.models import implemented, preset
 from memplan.tracing.trl import TOKENS, VOCABULARY
@@ -81,6 +82,7 @@ def test_plans_without_a_rule_are_refused(options, said):
 
 
 DPO: dict[str, Any] = {"trainer": "dpo", "micro_batch": 2}
+AHEAD: dict[str, Any] = {"precompute_ref_log_probs": True}
 
 
 def test_the_reference_is_a_frozen_copy():
@@ -115,8 +117,15 @@ def test_a_reference_of_four_bits_is_the_model_without_its_adapters(trainer):
 def test_a_reference_that_is_computed_ahead_is_in_no_step():
     """A step is the trained model's, and the batch has a number for each of both sequences of a pair."""
     alone = estimated(micro_batch=4)
-    ahead = estimated(**DPO | {"micro_batch": 4, "precompute_ref_log_probs": True})
+    ahead = estimated(**DPO | AHEAD | {"micro_batch": 4})
     assert ahead.peak.weights_bytes == alone.peak.weights_bytes
+    sharded, without = (estimated(**FSDP2 | by) for by in (DPO | AHEAD, {"micro_batch": 2}))
+    assert sharded.peak.weights_bytes == without.peak.weights_bytes
+    assert gathers(sharded)["gather weights"] == gathers(without)["gather weights"]
+    assert (
+        gathers(sharded)["rewards and margins"].payload_bytes == 3 * 8 * 4
+    )  # the batch's numbers are float32
+    assert gathers(sharded)["log-probabilities"].payload_bytes == 2 * 8 * 2
     ledger = ahead.ledger()
     given = ledger[ledger["name"].str.match("ref_(chosen|rejected)_logps")]
     assert list(given["shape"]) == [(2,)] * 2
@@ -126,7 +135,7 @@ def test_metrics_of_pairs_are_gathered_and_a_reference_has_no_buffers_to_broadca
     found = estimated(**DPO | {"micro_batch": 4, "dp": 2})
     sizes = {
         "entropy and logits": (3, 4), "numbers of tokens": (6, 8), "right orders": (1, 4 * 2),
-        "rewards, margins and log-probabilities": (5, 4 * 2),
+        "rewards and margins": (3, 4 * 2), "log-probabilities": (2, 4 * 2),
     }  # fmt: skip
     assert {name: (one.calls, one.payload_bytes) for name, one in gathers(found).items()} == {
         name: (calls, 2 * n_bytes * calls) for name, (calls, n_bytes) in sizes.items()
@@ -151,13 +160,23 @@ def test_a_reference_under_fsdp2_is_a_unit_that_is_gathered_whole():
     assert metrics["right orders"] == 8 * 4
 
 
+@pytest.mark.parametrize("zero", [3, 2])
+def test_without_its_adapters_the_reference_is_gathered_unit_by_unit(zero):
+    """The embedding and both blocks are gathered again; the root and what does not reshard are not."""
+    by = FSDP2 | {"lora_rank": 8, "recompute": "none", "zero": zero}
+    found, alone = (gathers(estimated(**by | own)) for own in (DPO, DPO | AHEAD))
+    again = found["gather weights"].calls - alone["gather weights"].calls
+    assert again == {3: 1 + MODEL.n_layers, 2: 0}[zero]
+    of_head = "base_model.model.lm_head.weight"  # TRL gathers it in both passes
+    assert (found[of_head].calls, alone[of_head].calls) == (2, 1)
+
+
 @pytest.mark.parametrize(
     "options,said",
     [
         ({"micro_batch": 1}, "micro_batch=1: pairs of a chosen and a rejected sequence.*micro_batch=2"),
         (FSDP2 | {"zero": 2}, "zero=2, under which the reference stays gathered.*zero=3"),
-        (FSDP2 | {"lora_rank": 8, "recompute": "none"}, "zero=3, lora_rank=8"),
-        (FSDP2 | {"precompute_ref_log_probs": True}, "zero=3, precompute_ref_log_probs=True"),
+        (FSDP2 | {"lora_rank": 8}, "zero=3, lora_rank=8, recompute='full'"),
         ({"lora_rank": 8, "quantize": "nf4", "seq_len": 4096}, "has adapters in bfloat16"),
         ({"precision": "fp16-mixed"}, "precision='fp16-mixed'"),
     ],
@@ -205,6 +224,35 @@ def test_beside_adapters_grpo_has_the_model_without_them_as_reference():
     assert found.peak.weights_bytes == alone.peak.weights_bytes
 
 
+def passes(**options: Any) -> Any:
+    return gathers(estimated(**GRPO | FSDP2 | options))["gather weights"]
+
+
+def test_completions_are_scored_by_units_of_fsdp2_before_the_step():
+    """A pass more gathers the embedding and both blocks: the head is still there when the trained one runs.
+
+    The embedding's backward pass asks for the unit before it, which is the head of that earlier pass.
+    """
+    of_training = gathers(estimated(**FSDP2 | {"micro_batch": 2}))["gather weights"]
+    assert passes().calls - of_training.calls == 1 + MODEL.n_layers + 1
+    zero_2 = gathers(estimated(**FSDP2 | {"micro_batch": 2, "zero": 2}))["gather weights"]
+    assert passes(zero=2).calls - zero_2.calls == 1  # all of them are still there
+
+
+def test_passes_of_all_micro_batches_come_before_the_first():
+    """Each gathers embedding and blocks, and a frozen copy whole; what TRL asks for in vain is asked once."""
+    once, twice = passes(ref_model=True), passes(ref_model=True, global_batch=32)
+    assert twice.calls == 2 * once.calls - 1
+
+
+def test_a_server_gets_sharded_weights_whole_one_after_the_other():
+    (sent,) = (one for one in estimated(**GRPO | FSDP2).collectives if one.what == FOR_SERVER)
+    n_elements = estimated(micro_batch=2).peak.weights_bytes // 4
+    assert (sent.calls, sent.payload_bytes) == (3 + 9 * MODEL.n_layers, 4 * n_elements)
+    for others in ({"dp": 2}, FSDP2 | {"lora_rank": 8, "recompute": "none"}):
+        assert all(one.what != FOR_SERVER for one in estimated(**GRPO | others).collectives)
+
+
 def test_metrics_of_completions_and_of_their_generation():
     found = estimated(**GRPO | {"dp": 2, "global_batch": 8})
     sizes = {"lengths": (2, 8 * 4), "truncated": (1, 4), "rewards": (1, 4 * 4), "clipped tokens": (4, 4 * 2)}
@@ -218,7 +266,7 @@ def test_metrics_of_completions_and_of_their_generation():
 @pytest.mark.parametrize(
     "options,error,said",
     [
-        (FSDP2, MissingRule, "trainer='grpo' with zero=3"),
+        (FSDP2 | {"zero": 2, "ref_model": True}, MissingRule, "zero=2, under which the reference stays"),
         ({"lora_rank": 8, "quantize": "nf4", "seq_len": 4096}, MissingRule, "has adapters in bfloat16"),
         ({"max_completion_length": None}, PlanRefused, "after a prompt; use a max_completion_length below"),
         ({"max_completion_length": 512}, PlanRefused, "max_completion_length=256"),

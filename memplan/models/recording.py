@@ -75,6 +75,9 @@ TRAINER: Final = "trainer"
 REFERENCE: Final = "reference"
 """The name of the frozen copy that TRL's trainers hold beside the module, as a part of it."""
 
+AGAIN: Final = "again"
+"""The name of what calls the module beside its own forward pass, as a part of it without parameters."""
+
 Reference = Literal["copy", "sharded copy", "adapters off", "ahead"]
 """What TRL's trainers compare the trained model with: a frozen copy, itself without its adapters, or numbers.
 
@@ -99,7 +102,8 @@ class ByTrainer(NamedTuple):
 
     `scoring`: how TRL's trainers do, which build on it; None: the Trainer itself calls it. `reference`: what
     these have beside the module; the SFTTrainer has none. `completion`: how many tokens at the end of a
-    sequence the GRPOTrainer scores; None: it is another trainer.
+    sequence the GRPOTrainer scores; None: it is another trainer. `hooks_again`: FSDP2 has hooks in passes of
+    the module beside the one that trains it; None: there are no such passes, or no hooks.
     """
 
     clones_outputs: bool = False
@@ -107,6 +111,7 @@ class ByTrainer(NamedTuple):
     scoring: Scoring | None = None
     reference: Reference | None = None
     completion: int | None = None
+    hooks_again: bool | None = None
 
 
 ROTATES: Final = ("allgather", "alltoall")
@@ -225,7 +230,7 @@ class TracedEvent(NamedTuple):
     groups, and whether it is transposed, and the channels of input and of weight are last. Or a collective of
     the kind that `kernel` names runs over this axis of the mesh; `shape` and `dtype` are of its full operand.
     Or the "hook" of FSDP2 that `kernel` names is called, of a unit with these `parameters` that is within a
-    block, or a reference. Or
+    block, or a reference, or any unit in a pass beside the one that trains; the root is named by none. Or
     ZeRO-3's hook of a "module" is, whose path is `parameter` and which owns the `parameters`.
     """
 

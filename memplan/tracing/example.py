@@ -38,8 +38,9 @@ class Example:
     `is_of_one_size`: other things happen at other batches and lengths, so that it is traced at its own.
     `before`: runs the module ahead of its forward pass, given the same inputs. `casts_inputs`: floats among
     these are cast to the type of the weights. `apart`: the path of a part that FSDP2 shards as a module of
-    its own; "" for none. `image_tokens`: how many tokens each sequence begins with that every size keeps,
-    the last of which stands for a piece of an image.
+    its own; "" for none. `hooks_again`: FSDP2's hooks in passes outside the module's own are recorded.
+    `image_tokens`: how many tokens each sequence begins with that every size keeps, the last of which stands
+    for a piece of an image.
     """
 
     module: nn.Module
@@ -54,6 +55,7 @@ class Example:
     before: Callable[..., None] | None = None
     casts_inputs: bool = True
     apart: str = ""
+    hooks_again: bool = False
     image_tokens: int = 0
 
     @property

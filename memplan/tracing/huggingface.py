@@ -184,7 +184,9 @@ def _example(module: Any, inputs: "Inputs", called: Mapping[str, Any] | None) ->
     inputs, before = as_trainer_calls(module, by, inputs)
     example = checked_example(module, inputs, loss_by_trainer(by))
     apart = REFERENCE if by.reference == "sharded copy" else ""
-    example = replace(example, by_trainer=True, before=before, casts_inputs=by.casts_inputs, apart=apart)
+    casts = by.casts_inputs and not scoring  # TRL's trainers hold floats that no module is called with
+    example = replace(example, by_trainer=True, before=before, casts_inputs=casts, apart=apart)
+    example = replace(example, hooks_again=bool(by.hooks_again))
     return replace(example.at(scoring[:2]), is_of_one_size=True) if scoring else example
 
 

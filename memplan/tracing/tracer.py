@@ -32,6 +32,7 @@ from memplan.errors import InvalidValue, MemplanError, MissingRule, reason, show
 from memplan.mesh import DIVIDING, Group, degrees_text
 from memplan.models.base import BLOCKS, Layers
 from memplan.models.recording import (
+    AGAIN,
     MODULE,
     RECOMPUTES,
     ROTATES,
@@ -769,7 +770,11 @@ class _Tracer:
         """Tells the recorder which module runs; recomputed blocks are run again in the backward pass."""
         module = self.example.module
         sharded = variant.units == "block+ends"
-        ends = [_End(name, own, variant.weights if sharded else "") for name, own in self.ends.items()]
+        hooks = self.example.hooks_again
+        ends = [
+            _End(name, own, variant.weights if sharded else "", hooks_again=hooks)
+            for name, own in self.ends.items()
+        ]
         before: list[tuple[nn.Module, Any]] = []
         try:
             for end in ends:
@@ -795,6 +800,8 @@ class _Tracer:
                     named = self._told(recorder, named, self.units[one], variant)
                 if self.apart and path == self.example.apart:
                     named = _hooked_unit(recorder, named, self.apart)
+                if self.example.hooks_again and path == AGAIN:
+                    named = _hooked_unit(recorder, named, ())
                 for end in ends:
                     if path in end.paths:
                         named = end.marked(recorder, named, path)
@@ -816,9 +823,15 @@ class _Tracer:
     def _told(
         self, recorder: Recorder, forward: Callable[..., Any], unit: Unit, variant: Variant
     ) -> Callable[..., Any]:
+        is_apart = bool(self.apart) and unit.path.startswith(f"{self.example.apart}.")
+        names = tuple(self.of_unit(unit)) if self.example.hooks_again and not is_apart else ()
+
         def block(*args: Any, **kwargs: Any) -> Any:
             again = recorder.is_recomputing or recorder.is_outside  # by the module itself, or its trainer
+            hooked = names if recorder.is_outside else ()
             number = 0 if again else recorder.entered(unit, (args, kwargs))
+            if hooked:
+                recorder.hooked("pre_forward", hooked)
             if variant.casts:
                 args, kwargs = _cast((args, kwargs), variant.weights)
             if variant.recompute == "full" and unit.role == "block" and not self.compiles:
@@ -827,6 +840,8 @@ class _Tracer:
                 output = forward(*args, **kwargs)
             if not again:
                 recorder.left(number, output)
+            if hooked:
+                recorder.hooked("post_forward", hooked)
             return output
 
         return block
@@ -958,12 +973,18 @@ class _End:
     """The modules outside the blocks that are an FSDP2 unit of this name, with these parameters.
 
     `weights`: the type that their weights and arguments have while they run, where that is float32 otherwise;
-    "" if they are as any other module.
+    "" if they are as any other module. `hooks_again`: FSDP2's hooks are recorded in passes that the module's
+    own forward does not make.
     """
 
-    def __init__(self, name: str, parameters: Mapping[str, nn.Parameter], weights: str) -> None:
+    def __init__(
+        self, name: str, parameters: Mapping[str, nn.Parameter], weights: str, *, hooks_again: bool
+    ) -> None:
         self.name, self.parameters, self.weights = name, parameters, weights
+        self.names = tuple(parameters) if hooks_again else ()
         self.paths = modules_with(parameters)
+        self.running: set[str] = set()
+        """The paths that have not returned yet in a pass outside."""
         self.tables: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
 
     def shard(self, module: nn.Module, recorder: Recorder) -> None:
@@ -988,14 +1009,34 @@ class _End:
         def marked(*args: Any, **kwargs: Any) -> Any:
             if self.weights:
                 args, kwargs = _cast((args, kwargs), self.weights)
-            recorder.end_called(self.name, self.paths)
+            outside = recorder.is_outside
+            if outside:
+                self._called_outside(recorder)
+            else:
+                recorder.end_called(self.name, self.paths)
             self._unshard()
             output = forward(*args, **kwargs)
-            if recorder.end_returned(self.name, path, output):
+            if outside:
+                returned = self._returned_outside(recorder, path)
+            else:
+                returned = recorder.end_returned(self.name, path, output)
+            if returned:
                 self._reshard()
             return output
 
         return marked
+
+    def _called_outside(self, recorder: Recorder) -> None:
+        if not self.running:
+            self.running |= {*self.paths}
+            if self.names:
+                recorder.hooked("pre_forward", self.names)
+
+    def _returned_outside(self, recorder: Recorder, path: str) -> bool:
+        self.running.discard(path)
+        if self.names and not self.running:
+            recorder.hooked("post_forward", self.names)
+        return not self.running
 
 
 class _PostBackward(torch.autograd.Function):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memplan.errors import MissingRule
-from memplan.models.recording import REFERENCE, ByTrainer, Scoring
+from memplan.models.recording import AGAIN, REFERENCE, ByTrainer, Scoring
 
 TOKENS: Final = 4096
 """Tokens of a tile (`TOKEN_CHUNK_SIZE`)."""
@@ -53,7 +53,7 @@ class Scores(NamedTuple):
 OF_SFT: Final = ("entropy", "is_top1")
 OF_DPO: Final = ("entropy", "mean_logits", "is_top1")
 OF_GRPO: Final = ("entropy",)
-"""What a trainer asks for beside the log-probabilities of tokens; of the reference it is nothing."""
+"""What a trainer asks for beside the log-probabilities of tokens; of a frozen copy it is nothing."""
 
 AHEAD: Final = ("ref_chosen_logps", "ref_rejected_logps")
 """The reference's log-probabilities of pairs, where they were computed before training."""
@@ -96,7 +96,7 @@ def with_reference(module: Any, by: ByTrainer) -> Callable[..., tuple[Scores, Re
     for one in module.modules():
         if isinstance(one, nn.Dropout):
             one.p = 0.0
-    score, of_reference, as_reference = _scorers(module, by)
+    score, _, of_reference, as_reference = _scorers(module, by)
 
     def forward(
         *, input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor, **ahead: Tensor
@@ -109,7 +109,7 @@ def with_reference(module: Any, by: ByTrainer) -> Callable[..., tuple[Scores, Re
             if ahead:
                 return None, [ahead[name] for name in AHEAD]
             with torch.no_grad(), as_reference(), torch.autocast(device, dtype, enabled=autocasts):
-                found = of_reference(input_ids, attention_mask, labels, ())
+                found = of_reference(input_ids, attention_mask, labels, _asked(by, OF_DPO))
             return found, found.log_probs.sum(dim=1).chunk(2)
 
         return score(input_ids, attention_mask, labels, OF_DPO), refer, attention_mask, completion_mask
@@ -122,16 +122,18 @@ def beside_completions(by: ByTrainer, batch: int) -> dict[str, Tensor]:
 
     Each completion has an advantage, and log-probabilities of its tokens: by the trained model before the
     step, by vLLM, and by the reference. The first two have a ratio. The number of tokens counts all ranks'.
+    FSDP2 casts what modules return.
 
     Source: trl.trainer.grpo_trainer (`GRPOTrainer._generate_and_score_completions`), 1.16.
     """
     of_tokens = torch.zeros(batch, cast(int, by.completion))
+    returned = of_tokens.bfloat16() if by.casts_inputs else of_tokens
     found = {
         "advantages": torch.zeros(batch), "num_items_in_batch": torch.ones((), dtype=torch.int64),
-        "old_per_token_logps": of_tokens, "importance_sampling_ratio": torch.zeros(batch, 1),
+        "old_per_token_logps": returned, "importance_sampling_ratio": torch.zeros(batch, 1),
         "sampling_per_token_logps": of_tokens,
     }  # fmt: skip
-    return found | ({} if by.reference is None else {"ref_per_token_logps": of_tokens})
+    return found | ({} if by.reference is None else {"ref_per_token_logps": returned})
 
 
 def with_completions(
@@ -148,7 +150,7 @@ def with_completions(
     Raises:
         MissingRule: as `_scorer`.
     """
-    score, of_reference, as_reference = _scorers(module, by)
+    score, again, of_reference, as_reference = _scorers(module, by)
     n = cast(int, by.completion)
 
     def joined(one: Tensor) -> Tensor:
@@ -166,11 +168,11 @@ def with_completions(
     def before(**given: Tensor) -> None:
         ids, of_padding = joined(given["input_ids"]), joined(given["attention_mask"])
         with torch.no_grad():
-            score(ids, of_padding, labels_of(ids, of_padding), OF_GRPO)
+            again(ids, of_padding, labels_of(ids, of_padding), OF_GRPO)
             torch.clear_autocast_cache()
             if by.reference is not None:
                 with as_reference():
-                    of_reference(ids, of_padding, labels_of(ids, of_padding), ())
+                    of_reference(ids, of_padding, labels_of(ids, of_padding), _asked(by, OF_GRPO))
                 torch.clear_autocast_cache()
 
     return forward, before
@@ -180,20 +182,37 @@ Scorer = Callable[[Tensor, Tensor, Tensor, tuple[str, ...]], Scores]
 """Returns a model's scores of tokens, given also the mask of padding, labels and the names of scores."""
 
 
-def _scorers(module: Any, by: ByTrainer) -> tuple[Scorer, Scorer, Callable[[], Any]]:
-    """Returns a module's scorer, its reference's scorer, and what makes the context that the second runs in.
+def _scorers(module: Any, by: ByTrainer) -> tuple[Scorer, Scorer, Scorer, Callable[[], Any]]:
+    """Returns a module's scorer in its forward pass, in others, its reference's, and what makes its context.
 
     The module gets a frozen copy as a part, unless its adapters are turned off.
     """
-    if by.reference in (None, "ahead"):
-        score = _scorer(module, by)
-        return score, score, nullcontext
-    reference = None if by.reference == "adapters off" else deepcopy(module).requires_grad_(False)
-    score = _scorer(module, by)
+    copies = by.reference not in (None, "ahead", "adapters off")
+    reference = deepcopy(module).requires_grad_(False) if copies else None
+    score = again = _scorer(module, by)
+    if by.hooks_again:
+        module.add_module(AGAIN, again := _Again(score))
     if reference is None:
-        return score, score, module.disable_adapter
+        off = by.reference == "adapters off"
+        return score, again, again, module.disable_adapter if off else nullcontext
     module.add_module(REFERENCE, reference)
-    return score, _scorer(reference, by, is_called=True), partial(_as_loaded, reference)
+    return score, again, _scorer(reference, by, is_called=True), partial(_as_loaded, reference)
+
+
+def _asked(by: ByTrainer, of_trained: tuple[str, ...]) -> tuple[str, ...]:
+    """What is asked for of the reference: with its adapters off, the model's output layer is the same one."""
+    return of_trained if by.reference == "adapters off" else ()
+
+
+class _Again(nn.Module):
+    """A pass of a module that is not its own forward; it scores tokens."""
+
+    def __init__(self, score: Scorer) -> None:
+        super().__init__()
+        self.score = score
+
+    def forward(self, *given: Any) -> Scores:
+        return self.score(*given)
 
 
 @contextmanager
@@ -281,9 +300,10 @@ def _scored(
     """The scores of labels by the output layer, whose logits are capped, and whose weight may be gathered."""
     mask = labels != -100
     on_cuda = hidden.device.type == "cuda"
+    weight = head.weight.clone() if gathers else head.weight
     found = cast(Any, _Tiles).apply(
         cast(Any, _Chosen).apply(hidden, mask) if on_cuda else hidden.reshape(-1, hidden.size(-1)),
-        head.weight.clone() if gathers else head.weight,
+        weight,
         cast(Any, _Chosen).apply(labels, mask) if on_cuda else labels.clamp(min=0).reshape(-1),
         cap,
         asked,

@@ -76,8 +76,20 @@ LARGE_PAIRS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (LLAMA, 4, {"dp": 16, **FSDP2, "seq_len": 2048, "global_batch": 64}, 15),
     (QWEN, 4, {"dp": 8, **FSDP2, "precision": "bf16", "micro_batch": 4, "seq_len": 1024}, 3),
     (QWEN, 8, {"dp": 64, **FSDP2, "recompute": "full", "seq_len": 2048}, 63),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "seq_len": 2048}, 1),
+    (QWEN, 4, {**LORA, "dp": 16, **FSDP2, "seq_len": 1024, "micro_batch": 4, "global_batch": 128}, 15),
+    (LLAMA, 4, {**LORA, "dp": 64, **FSDP2, "zero": 2, "precision": "bf16", "seq_len": 2048}, 63),
 )
 """As `LARGE`, with pairs of sequences."""
+
+LARGE_AHEAD: Final = (
+    *LARGE_PAIRS[1:5],
+    (LLAMA, 8, {"dp": 8, **FSDP2, "recompute": "full"}, 1),
+    (QWEN, 4, {"dp": 64, **FSDP2, "precision": "bf16", "micro_batch": 4, "seq_len": 2048}, 63),
+    (LLAMA, 4, {"dp": 8, **FSDP2, "zero": 2, "seq_len": 2048}, 7),
+    (QWEN, 8, {**LORA, "dp": 8, **FSDP2}, 3),
+)
+"""As `LARGE_PAIRS`, with the reference's log-probabilities computed before training."""
 
 
 DPO: Final[dict[str, Any]] = {"trainer": "dpo", "micro_batch": 2}
@@ -133,6 +145,13 @@ LARGE_COMPLETIONS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]
     (QWEN, 36, {**LORA, **DEFAULT, **QLORA, "quantize": "nf4"}, None),
     (SMALLEST, 16, {**LORA, **QLORA, "micro_batch": 4, "ref_model": True}, None),
     (LLAMA, 8, {**LORA, **DEFAULT, **QLORA, "dp": 8, "global_batch": 32, "ref_model": True}, 1),
+    (LLAMA, 8, {"dp": 8, **FSDP2, "recompute": "full"}, 1),
+    (QWEN, 4, {"dp": 64, **FSDP2, "precision": "bf16", "ref_model": True}, 63),
+    (LLAMA, 4, {"dp": 16, **FSDP2, "ref_model": True, "recompute": "full", "global_batch": 128}, 15),
+    (LLAMA, 4, {"dp": 8, **FSDP2, "zero": 2, "seq_len": 2048}, 3),
+    (LLAMA, 2, {"dp": 7, **FSDP2, "seq_len": 2048}, 6),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "ref_model": True}, 1),
+    (QWEN, 8, {**LORA, "dp": 16, **FSDP2, "global_batch": 64}, 15),
 )
 """As `LARGE`, with completions."""
 
@@ -154,5 +173,5 @@ def gpu_trl(gpus: Gpus | None) -> tuple[Case, ...]:
         raise InvalidValue("gpu-trl has models of true size; use --device nogpu, or the suite trl.")
     rows = [*[(SFT, *row) for row in LARGE], *[(DPO, *row) for row in LARGE_PAIRS]]
     rows += [(GRPO | {"max_completion_length": 1024}, *row) for row in LARGE_COMPLETIONS]
-    rows += [(AHEAD, *row) for row in LARGE_PAIRS[1:5]]
+    rows += [(AHEAD, *row) for row in LARGE_AHEAD]
     return tuple([large(preset, n, by | options, rank, gpus) for by, preset, n, options, rank in rows])

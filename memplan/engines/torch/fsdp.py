@@ -5,6 +5,7 @@ Source: `torch.distributed.fsdp._fully_shard._fully_shard:fully_shard`.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple, Self, final
 
@@ -242,7 +243,7 @@ class FSDPModule(StageModule[FsdpState]):
             yield from self.prefetch(following)
 
     def _hooked(self, found: Sequence[Event], following: ParamGroup | None) -> Iterator[CountedEvents]:
-        """Events with what the hooks do of units that run in them: a block's experts, or a reference.
+        """Events with what the hooks do of units that run in them: a block's experts, a reference, or all.
 
         `following`: the group that is needed after the experts in the backward pass. Experts that are
         recomputed before their output's gradient exists are gathered as they are called, and stay so; the
@@ -261,7 +262,7 @@ class FSDPModule(StageModule[FsdpState]):
             match event.kind:
                 case "pre_forward" if not self.is_backward:
                     yield from self.pre_forward(experts)
-                case "pre_forward" if not ready:
+                case "pre_forward" if experts is not None and not ready:
                     ready = True
                     yield from self.prefetch(experts)
                     if experts in self.comms.prefetched:
@@ -269,8 +270,10 @@ class FSDPModule(StageModule[FsdpState]):
                         yield from self._waited(experts)
                 case "post_forward" if not self.is_backward:
                     yield from self.post_forward(experts)
-                    yield from self._root_returns() if experts is self.units.reference else ()
-                case "post_forward" if self.comms.all_gather is experts:
+                    if event.parameters in self.units.roots:
+                        yield from self._root_returns()
+                        self._passed_forward()
+                case "post_forward" if experts is not None and self.comms.all_gather is experts:
                     self.comms.all_gather = None
                     yield frees(experts.flat), 1
                 case "pre_backward":
@@ -340,10 +343,15 @@ class FSDPModule(StageModule[FsdpState]):
 
         whole = not trace.has_blocks
         parts = [trace.cast_inputs.stretch("forward: casts of inputs")]
+        n_before = self._n_before_forward
+        earlier, embed = trace.embed.events[:n_before], Segment(trace.embed.events[n_before:])
+        if n_before and self._is_first_of_step:
+            parts += self._passes_before(earlier, self.stage.plan.n_micro_batches)
         parts.append(in_order(f"forward: {'module' if whole else 'embedding'}", self.pre_forward(units.root)))
         rows = list(grouped(self.stage.forward_order, units.rows))
-        first = rows[0][0] if rows else None
-        parts.append(end("forward: embedding", units.embed, trace.embed, trace.ends.embed, first))
+        first, (opens, closes) = rows[0][0] if rows else None, trace.ends.embed
+        places = opens - n_before, closes - n_before
+        parts.append(end("forward: embedding", units.embed, embed, places, first))
         for group, segments, times, following in self._with_following(rows):
             opened = [*self.pre_forward(group, following)]
             passed = list[CountedEvents]()
@@ -357,14 +365,41 @@ class FSDPModule(StageModule[FsdpState]):
             parts.append(trace.end_of_forward.stretch("forward: end"))
         parts.append(in_order("forward: end", self._root_returns()))
         parts += [] if release is None else [release]
+        self._passed_forward()
         if self.stage.last:
             parts.append(in_order("loss", self._hooked(trace.loss.events, None)))
-        weights: Weights = "freed after forward" if self.stage.plan.zero == 3 else "whole"
-        self.state = self.state._replace(weights=weights, unshard_issued=False, gathered=None)
         if self.defers:
             deferring = *self.state.deferring, self.state.recomputed_last
             self.state = self.state._replace(recomputed_last=False, deferring=deferring)
         return chain("forward", *parts)
+
+    @cached_property
+    def _n_before_forward(self) -> int:
+        """Events of the embedding's segment that are the trainer's other passes, and free what these made."""
+        found = self.trace.embed.events if self.units.hooked else ()
+        last = max([place for place, event in enumerate(found) if isinstance(event, UnitHook)], default=-1)
+        alive = Counter[Buffer]()
+        for place, event in enumerate(found if last >= 0 else ()):
+            if isinstance(event, Alloc | Free):
+                alive[event.buffer] += 1 if isinstance(event, Alloc) else -1
+            if place >= last and not any(alive.values()):
+                return place + 1
+        return 0
+
+    @property
+    def _is_first_of_step(self) -> bool:
+        """Whether no micro-batch of the step has left gradients."""
+        return not (self.state.has_sharded_grads or self.state.has_grads or self.state.has_sums)
+
+    def _passes_before(self, found: Sequence[Event], n: int) -> Iterator[Stretch]:
+        """The passes that a trainer makes for all `n` micro-batches before the first one's forward pass."""
+        for times in (1, n - 1):
+            yield repeated(in_order("passes before the forward pass", self._hooked(found, None)), times)
+
+    def _passed_forward(self) -> None:
+        """The state after a forward pass."""
+        weights: Weights = "freed after forward" if self.stage.plan.zero == 3 else "whole"
+        self.state = self.state._replace(weights=weights, unshard_issued=False, gathered=None)
 
     def _root_returns(self) -> Iterator[CountedEvents]:
         """Frees the flat buffer that is held when a root's forward pass ends."""
@@ -418,7 +453,8 @@ class FSDPModule(StageModule[FsdpState]):
             parts.append(repeated(in_order("backward: block", turns), times))
         goes_on = trace.entry_requires_grad and trace.blocks_require_grad
         before, embed = self._added_parts(trace.embed_backward, trace.ends.embed_backward)
-        turns = [(before, 1), *(self.pre_backward(units.embed, None) if goes_on else ()), (embed, 1)]
+        turns = [(before, 1), *(self.pre_backward(units.embed, None) if goes_on else ())]
+        turns += [*(self._gathered_in_vain() if goes_on else ()), (embed, 1)]
         if whole := not trace.has_blocks:
             parts.append(before_blocks(trace, "backward", (*before, *embed)))
             turns = []
@@ -431,6 +467,19 @@ class FSDPModule(StageModule[FsdpState]):
         parts.append(in_order(f"backward: {'module' if whole else 'embedding'}", turns))
         self._passed_backward(made_grads=True)
         return chain("backward", *parts, *self.returned())
+
+    def _gathered_in_vain(self) -> Iterator[CountedEvents]:
+        """The all-gather of the unit that came before the embedding: the last one of a pass before.
+
+        Its backward pass is over, so that nothing waits for it. A step's first micro-batch alone has it, as
+        TRL's trainer runs these passes for all of them before the first.
+
+        Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._backward_prefetch`.
+        """
+        head = self.units.called_head
+        if head is not None and self._n_before_forward and self._is_first_of_step:
+            self.comms.prefetched.add(head)
+            yield from head.unshard()
 
     def _passed_backward(self, *, made_grads: bool) -> None:
         """The state after a backward pass or its first part; `made_grads`: they are there unsharded."""
@@ -562,9 +611,14 @@ class FSDPModule(StageModule[FsdpState]):
     def _not_visited(self) -> Iterator[CountedEvents]:
         """The post-backward of groups whose inputs have no gradient: after the root, in the module's order.
 
+        Where the embedding was gathered ahead, its flat buffer is freed before the next group's turn.
+
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
         yield from self._freed(self.units.embed)
+        ahead = [one for one in self.units.groups(self.units.embed) if one in self.comms.prefetched]
+        self.comms.prefetched.difference_update(ahead)
+        yield frees(*[one.flat for one in ahead if not one.alone]), 1
         left = self._n_not_visited if self.trace.blocks_require_grad else self.stage.n_blocks
         for group, size, times in self.units.rows:
             if left < max(size, 1):
@@ -693,5 +747,5 @@ def gathered_last(stage: Stage, units: Units) -> ParamGroup | None:
         if hooks:
             group = units.hooked[hooks[0].parameters]
             stops = [hook.kind for hook in hooks[:2]] == ["pre_forward", "pre_backward"]
-            return group if stops and group.reshards and not group.alone else None
+            return group if stops and group and group.reshards and not group.alone else None
     return None

@@ -214,13 +214,23 @@ def finds_unused(plan: Plan) -> bool:
 
 
 def gathers_head(plan: Plan) -> bool:
-    """Whether TRL's SFTTrainer itself gathers the output layer's weight, whose unit of FSDP2 is not called.
+    """Whether TRL's trainer itself gathers the output layer's weight, whose unit of FSDP2 is not called.
 
     Under PEFT that is a unit alone; else it is the last norm's too, which is called.
 
     Source: trl.trainer.utils (`add_fused_lm_head`), 1.16.
     """
-    return torch_options(plan).trainer == "sft" and plan.fsdp and plan.adapters is not None
+    return torch_options(plan).trainer in OF_TRL and plan.fsdp and plan.adapters is not None
+
+
+def runs_again(plan: Plan) -> bool:
+    """Whether TRL's trainer runs what FSDP2 shards in other passes too than the one that trains it.
+
+    GRPOTrainer scores completions with it, and with its adapters off it is the reference.
+    """
+    options = torch_options(plan)
+    refers = options.trainer == "dpo" and not options.precompute_ref_log_probs and plan.adapters is not None
+    return plan.fsdp and (options.trainer == "grpo" or refers)
 
 
 def called_by_trainer(plan: Plan) -> ByTrainer | None:
@@ -240,6 +250,7 @@ def called_by_trainer(plan: Plan) -> ByTrainer | None:
         scoring=scoring,
         reference=reference if options.trainer == "dpo" or options.ref_model else None,
         completion=options.max_completion_length,
+        hooks_again=True if runs_again(plan) else None,
     )
 
 

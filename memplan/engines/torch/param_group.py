@@ -4,13 +4,13 @@ Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup`.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import groupby
 
 from memplan.engines.torch.float8 import Float8Cast
-from memplan.engines.torch.options import gathers_head
+from memplan.engines.torch.options import gathers_head, runs_again
 from memplan.engines.torch.sharding import n_shards, padded_shard_elements, shard_elements
 from memplan.engines.torch.stage import Stage, stored_dtype
 from memplan.engines.torch.units import (
@@ -22,6 +22,7 @@ from memplan.engines.torch.units import (
     collectives,
 )
 from memplan.engines.torch.update_in_backward import updated_at_once
+from memplan.models.base import Role
 from memplan.models.recording import REFERENCE
 from memplan.parts.ddp import ALL_REDUCE, partial_sum
 from memplan.parts.stage import trained
@@ -460,21 +461,25 @@ class Units:
         embed, head = EqualParameters(trace.embed_parameters, 1), EqualParameters(tuple(outside), 1)
         self.reference = _reference_of(stage, place, reshards=again)
         """The frozen copy beside the module, which TRL shards whole, as a root of its own."""
-        self.hooked = {} if self.reference is None else {self.reference.names: self.reference}
-        """The units whose hooks a trace has, by the names of their parameters: experts and a reference."""
+        self.hooked: dict[tuple[str, ...], ParamGroup | None] = {}
+        """The units whose hooks a trace has, by the names of their parameters: experts and a reference.
+
+        If the module runs again outside the pass that trains it, all are. The root is there without a name.
+        """
         self.within: dict[ParamGroup | None, ParamGroup] = {}
         """The experts of a block, by its own unit."""
         self.shares = stage.is_of_torchtitan
         """Whether experts are a second group of their block's unit, as torchtitan has it, and no unit."""
+        if self.reference is not None:
+            self.hooked[self.reference.names] = self.reference
         blocks, inner = [], dict[EqualParameters, ParamGroup]()
         for own, n, role in stage.block_parameters:
             rest, experts = (tuple([p for p in own if p.is_of_experts == of]) for of in (False, True))
             blocks.append((EqualParameters(rest, n), role))
-            if names := tuple([p.name for p in experts]):
-                if names not in self.hooked:
-                    parts = [EqualParameters(experts, 1)]
-                    self.hooked[names] = ParamGroup(stage, place, "experts", parts, reshards=again)
-                inner[EqualParameters(rest, 1)] = self.hooked[names]
+            if experts:
+                made = ParamGroup(stage, place, "experts", [EqualParameters(experts, 1)], reshards=again)
+                known = next((one for one in inner.values() if one.names == made.names), made)
+                self.hooked[known.names] = inner[EqualParameters(rest, 1)] = known
 
         def unit(name: str, *parts: EqualParameters, reshards: bool = again) -> ParamGroup | None:
             any_parameters = any(p.parameters for p in parts)
@@ -497,13 +502,27 @@ class Units:
             self.embed = unit("embedding", embed)
             self.head = unit("head", head, reshards=again and not keeps_head)
             self.called_head = None if gathers_head(stage.plan) else self.head
+        self._add_rows(blocks, inner, options.fsdp_blocks, unit)
+        if runs_again(stage.plan):
+            self.hooked |= {row.group.names: row.group for row in self.rows if row.group is not None}
+            ends = {tuple([p.name for p in embed.parameters]): self.embed, (): self.root}
+            self.hooked |= ends | {tuple([p.name for p in outside]): self.called_head}
+
+    def _add_rows(
+        self,
+        blocks: Iterable[tuple[EqualParameters, Role]],
+        inner: Mapping[EqualParameters, ParamGroup],
+        n_blocks: int,
+        unit: Callable[..., ParamGroup | None],
+    ) -> None:
+        """Add rows of equal units of `n_blocks` blocks, made by `unit`; `inner`: the experts of blocks."""
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
         for role, run in groupby(blocks, key=lambda block: block[1]):
             in_a_row = [part for part, _ in run]
             if role in ("between", "idle"):
                 self.rows.append(Row(None, sum([part.n for part in in_a_row]), 1))
                 continue
-            for shared, times in _rows_of(in_a_row, options.fsdp_blocks if role == "block" else 1):
+            for shared, times in _rows_of(in_a_row, n_blocks if role == "block" else 1):
                 size = sum([part.n for part in shared])
                 if shared not in made:
                     made[shared] = unit("block" if size == 1 else f"{size} blocks", *shared)
@@ -513,6 +532,11 @@ class Units:
                         if (unit_ := made[shared]) is not None:
                             unit_.is_last = not self.shares
                 self.rows.append(Row(made[shared], size, times))
+
+    @property
+    def roots(self) -> tuple[tuple[str, ...], ...]:
+        """How a trace's hooks name roots: the module's is named by nothing, a reference by its parameters."""
+        return ((),) if self.reference is None else ((), self.reference.names)
 
     def groups(self, group: ParamGroup | None) -> tuple[ParamGroup, ...]:
         """The groups of a unit in the order in which they are gathered: that of the experts is the second.

@@ -17,6 +17,7 @@ from memplan.engines.torch.options import (
     OF_TRAINERS,
     OF_TRL,
     TorchOptions,
+    called_by_trainer,
     compiled_blocks,
     gathers_head,
     torch_options,
@@ -1137,23 +1138,23 @@ def _not_by_dpo(plan: Plan) -> tuple[tuple[bool, str, str], ...]:
             f"micro_batch={plan.micro_batch}: pairs of a chosen and a rejected sequence",
             f"micro_batch={plan.micro_batch + 1}, and a global_batch that is a multiple of it",
         ),
-        (
-            plan.zero == 2 and plan.adapters is None,
-            "zero=2, under which the reference stays gathered from the first step on",
-            "zero=3",
-        ),
-        (plan.fsdp and plan.adapters is not None, f"zero={plan.zero}, lora_rank={plan.lora_rank}", "zero=0"),
-        (
-            plan.fsdp and torch_options(plan).precompute_ref_log_probs,
-            f"zero={plan.zero}, precompute_ref_log_probs=True",
-            "zero=0, or leave precompute_ref_log_probs out",
-        ),
+        _not_gathered_for_good(plan),
     )
 
 
 def _not_by_grpo(plan: Plan) -> tuple[tuple[bool, str, str], ...]:
     """What has no rule under TRL's GRPOTrainer, as rows of `_check_trainer`."""
-    return ((plan.fsdp, f"zero={plan.zero}", "zero=0"),)
+    return (_not_gathered_for_good(plan),)
+
+
+def _not_gathered_for_good(plan: Plan) -> tuple[bool, str, str]:
+    """A frozen copy that is never sharded again, as no backward pass goes through it."""
+    called = called_by_trainer(plan)
+    return (
+        plan.zero == 2 and called is not None and called.reference == "sharded copy",
+        "zero=2, under which the reference stays gathered from the first step on",
+        "zero=3",
+    )
 
 
 def _not_by_trainers_of_trl(model: Model, plan: Plan) -> tuple[tuple[bool, str, str], ...]:

@@ -45,6 +45,7 @@ from memplan.parts.weight_updates import (
 from memplan.passes.recorded import divided_inputs
 from memplan.passes.trace import EMPTY, BlockKind, Segment, Trace
 from memplan.plan import Plan, Rank, stage_layers
+from memplan.record import UnitHook
 from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Shape, buffer_of
 from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
 
@@ -180,13 +181,17 @@ class Stage(ModelStage):
         found, metrics = super().traced(kinds), METRICS.get(self.options.trainer)
         if metrics is None:
             return found
-        head = found.head.events
+        head, before, after = found.head.events, found.embed.events, found.loss.events
         if gathers_head(self.plan):
-            head = gathered(found.head_parameters[-1], self.plan), *head
+            whole = gathered(found.head_parameters[-1], self.plan)
+            again = UnitHook("pre_forward", tuple([one.name for one in found.head_parameters]))
+            head = whole, *head
+            before, after = (tuple([whole if e == again else e for e in own]) for own in (before, after))
         return replace(
             found,
+            embed=Segment(before),
             head=Segment(head),
-            loss=Segment((*found.loss.events, *metrics(self.plan))),
+            loss=Segment((*after, *metrics(self.plan))),
         )
 
     @cached_property
@@ -195,7 +200,15 @@ class Stage(ModelStage):
         if not self.has_trainer:
             return None
         on_host = self.device.on_cpu
-        return kept_by_trainer(self.model, self.plan, self.trace, self.weight_dtype, on_host=on_host)
+        own = [p for p in self.parameters() if not p.name.startswith(f"{REFERENCE}.")]
+        whole = tuple([self._whole(p) for p in own if self.is_fsdp2])
+        return kept_by_trainer(self.model, self.plan, self.trace, self.weight_dtype, whole, on_host=on_host)
+
+    def _whole(self, p: Parameter) -> Buffer:
+        """A sharded weight as `DTensor.full_tensor` gathers it, with its padding."""
+        n = n_shards(p, self.plan)
+        n_elements = n * padded_shard_elements(p, n)
+        return buffer_of(f"{p.name} (whole)", (n_elements,), stored_dtype(p, self.weight_dtype))
 
     @property
     def synchronized_buffers(self) -> list[Buffer]:

@@ -9,17 +9,19 @@ Source: transformers.trainer (`Trainer._run_epoch`, `Trainer.get_batch_samples`)
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, final
 
 from memplan.engines.torch.options import torch_options
 from memplan.models import Model
 from memplan.passes.trace import Trace
 from memplan.plan import Plan
-from memplan.record import Collective, Free, Stretch, allocs, events, frees
+from memplan.record import Alloc, Collective, Event, Free, Stretch, allocs, events, frees
 from memplan.shapes import BOOL, FP32, INT64, Buffer, DType, Parameter, buffer_of
 
 MASK: Final = "mask of padding"
 N_TOKENS: Final = "tokens of the batch"
+FOR_SERVER: Final = "weights for the server"
 
 GIVEN: Final = ("attention_mask", "num_items_in_batch")
 """What the Trainer gives a traced module beside tokens and labels."""
@@ -36,6 +38,7 @@ class KeptByTrainer:
         last_loss: the last micro-batch's loss, which lives until that of the next is there.
         norm: the norm of the gradients.
         losses: the sum of the losses since the last log.
+        for_server: whole weights for a server of vLLM; each is freed when the next has been gathered.
     """
 
     batch: tuple[Buffer, ...]
@@ -43,6 +46,7 @@ class KeptByTrainer:
     last_loss: Buffer
     norm: Buffer
     losses: Buffer
+    for_server: tuple[Buffer, ...] = ()
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -64,9 +68,9 @@ def counts_tokens(plan: Plan) -> bool:
 
 
 def kept_by_trainer(
-    model: Model, plan: Plan, trace: Trace, weight_dtype: DType, *, on_host: bool
+    model: Model, plan: Plan, trace: Trace, weight_dtype: DType, whole: tuple[Buffer, ...], *, on_host: bool
 ) -> KeptByTrainer:
-    """What the Trainer keeps of a model with this trace.
+    """What the Trainer keeps of a model with this trace; `whole`: its weights that are sharded.
 
     Source: accelerate.data_loader (`DataLoaderShard.__iter__`: one micro-batch ahead).
     """
@@ -84,6 +88,7 @@ def kept_by_trainer(
         last_loss=losses[-1],
         norm=buffer_of("norm of the gradients", (), weight_dtype),
         losses=buffer_of("losses so far", (), FP32),
+        for_server=whole if torch_options(plan).trainer == "grpo" and plan.adapters is None else (),
     )
 
 
@@ -130,9 +135,11 @@ def metrics_of_pairs(plan: Plan) -> Iterator[Collective]:
     Source: trl.trainer.dpo_trainer (`DPOTrainer._compute_loss`), 1.16.
     """
     n, pairs, scored = plan.world_size, plan.micro_batch // 2, _type_of_scores(plan)
+    compared = FP32 if torch_options(plan).precompute_ref_log_probs else scored  # with numbers of the batch
     each = (
         ("entropy and logits", 3, scored, 1), ("numbers of tokens", 6, INT64, 1),
-        ("rewards, margins and log-probabilities", 5, scored, pairs), ("right orders", 1, FP32, pairs),
+        ("rewards and margins", 3, compared, pairs), ("log-probabilities", 2, scored, pairs),
+        ("right orders", 1, FP32, pairs),
     )  # fmt: skip
     for what, calls, dtype, n_numbers in each if n > 1 else ():
         n_bytes = n * n_numbers * dtype.itemsize
@@ -172,6 +179,20 @@ def metrics_of_generation(plan: Plan) -> Iterator[Collective]:
         yield Collective(kind="all_gather", axis="dp", what=what, payload_bytes=n_bytes, calls=calls)
 
 
+def gathered_for_server(kept: KeptByTrainer) -> Iterator[Event]:
+    """The all-gather of each weight, one after the other, which every rank takes part in.
+
+    Assumes: as many bytes on each rank, which pads a smaller part.
+    Neglects: that copy; with adapters, their sums with frozen weights, which DTensor divides over the ranks.
+    Source: trl.generation.vllm_generation (`VLLMGeneration.sync_weights`), 1.16.
+    """
+    for before, whole in pairwise((None, *kept.for_server)):
+        if whole is not None:
+            sent = Collective(kind="all_gather", axis="dp", what=FOR_SERVER, payload_bytes=whole.n_bytes)
+            yield from (Alloc(whole), sent, *([] if before is None else frees(before)))
+    yield from frees(*kept.for_server[-1:])
+
+
 METRICS: Final[Mapping[str, Callable[[Plan], Iterator[Collective]]]] = {
     "sft": metrics_of_tokens,
     "dpo": metrics_of_pairs,
@@ -188,4 +209,6 @@ def fetched(kept: KeptByTrainer | None, plan: Plan) -> Iterator[Stretch]:
         gathers = [counted] * (n > 1 and counts_tokens(plan))
         if torch_options(plan).trainer == "grpo":
             gathers = list(metrics_of_generation(plan))
+        if kept.for_server:
+            yield events("weights for the server", gathered_for_server(kept))
         yield events("batch", [*allocs(*kept.batch), *gathers, *frees(*kept.batch)])

@@ -1,5 +1,6 @@
 """TRL's SFTTrainer, DPOTrainer and GRPOTrainer over samples that are tokenized already."""
 
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from importlib import import_module
@@ -60,7 +61,11 @@ def dpo_trainer(
         **arguments, remove_unused_columns=False, max_length=None, precompute_ref_log_probs=ahead
     )
     stubs: dict[str, Any] = dict.fromkeys(("_prepare_dataset", "_precompute_ref_logps"), _as_it_is)
-    with patch.multiple(own.DPOTrainer, **stubs), patch.object(own, "hash_module", lambda _: ""):
+    of_module: dict[str, Any] = {
+        "hash_module": lambda _: "",
+        "create_model_from_path": lambda *_, **__: deepcopy(module),
+    }
+    with patch.multiple(own.DPOTrainer, **stubs), patch.multiple(own, **of_module):
         trainer = own.DPOTrainer(
             model=module.unload() if adapted else module,
             ref_model=None if adapted or ahead else deepcopy(module).eval(),
@@ -103,17 +108,27 @@ def grpo_trainer(
         def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
             return [ids[:-n]] * len(prompts), None, {}
 
-    class Server:
+    class Server(own.VLLMGeneration):  # type: ignore[misc]
         """vLLM in server mode, as the trainer sees it."""
 
-        def __init__(self, **_: Any) -> None:
+        def _init_vllm(self) -> None:
             self.vllm_client = self
 
         def get_server_info(self) -> dict[str, Any]:
             return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
         def sync_weights(self) -> None:
-            """Nothing is sent."""
+            """Gather weights that are sharded, but beside adapters; nothing is sent."""
+            if plan.fsdp and plan.adapters is None:
+                super().sync_weights()
+
+        def update_named_params(self, _: Any, weights: Iterator[Any]) -> None:
+            """Gather weights on the rank that would send them."""
+            for _ in weights:
+                pass
+
+        def reset_prefix_cache(self) -> None:
+            """There is none."""
 
         def generate(self, prompts: list[list[int]], **_: Any) -> tuple[Any, ...]:
             both = ids[-n:], ids[: -n - 1 : -1]
