@@ -33,7 +33,11 @@ EXPECTED: Final = {
     "b200-allocator": (158, (158, 158, 158), EXACT),
     "h100-allocator": (158, (158, 158, 157), (0.0, 0.0, 0.0004)),
     "a100-wild": (24, (24, 23, 24), (0, 0.00014, 0)),
-    "h100-wild": (10, (10, 1, 4), (0, 0.00034, 0.0032)),  # with images: memory of CUB's that finds their places
+    "h100-wild": (
+        10,
+        (10, 1, 4),
+        (0, 0.00034, 0.0032),
+    ),  # with images
     "b200-wild": (31, (31, 31, 30), (0, 0, 0.0021)),
     "h200-wild": (71, (71, 71, 70), (0, 0, 0.0018)),  # other people's modules
     "a100-families": (114, (114, 111, 114), (0, 0.00003, 0)),  # transformers' decoders

@@ -9,6 +9,7 @@ import pytest
 import memplan
 from memplan.device import H100
 from memplan.errors import MissingRule, PlanRefused
+from memplan.models import TracedModel
 from memplan.models.trace_from_json import model_from_trace
 from memplan.ops.kernel_calls import kernel_events
 from memplan.record import Alloc
@@ -43,6 +44,7 @@ def paligemma(tmp_path: Path) -> Path:
 
 def test_each_sequence_begins_with_an_image(paligemma, tmp_path):
     e = memplan.estimate(paligemma, cluster="8xh100-sxm", zero=3, seq_len=80)
+    assert isinstance(e.model, TracedModel)
     assert (e.model.image_tokens, e.model.n_layers) == (PIECES, 8)
     assert any(
         f"which takes {PIECES} of its tokens (pixel_values of 3 x 32 x 32)" in note for note in e.notes

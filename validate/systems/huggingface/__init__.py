@@ -6,6 +6,7 @@ the harness looks: before the optimizer's step, and when a step has ended.
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from tempfile import mkdtemp
@@ -25,8 +26,9 @@ from memplan.models import Decoder
 from memplan.shapes import FP32
 from validate.cases import Case, option
 from validate.systems import Training
-from validate.systems.huggingface.trl import dpo_trainer, grpo_trainer, masks_as_on_a_gpu, sft_trainer
+from validate.systems.huggingface.trl import dpo_trainer, grpo_trainer, n_targets, sft_trainer
 from validate.systems.torch.adapters import scales_of, with_adapters
+from validate.systems.torch.masks import masks_as_on_a_gpu
 from validate.systems.torch.parallelize import torch_dtype
 from validate.systems.torch.wild import values_as_on_a_gpu, wild_of
 
@@ -131,7 +133,7 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         trainer, module = option(plan, "trainer", "none"), _module(case, device)
         if trainer in OF_TRL and not case.computes:
             n = option(plan, "max_completion_length", None)
-            masks_as_on_a_gpu(None if n is None else (plan.seq_len - 1, n))
+            masks_as_on_a_gpu(partial(n_targets, None if n is None else (plan.seq_len - 1, n)))
         if trainer == "sft":
             return sft_trainer(module, asked, samples, callbacks)
         if trainer == "dpo":

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
-from functools import cache
 from importlib import import_module
 from math import log
 from typing import Any, cast
@@ -184,25 +183,14 @@ def _dataset(n: int, each: dict[str, Any]) -> Any:
     return datasets.Dataset.from_dict({"row": range(n)}).with_transform(sample)
 
 
-@cache
-def masks_as_on_a_gpu(completion: tuple[int, int] | None = None) -> torch.library.Library:
-    """Let masks on a GPU that is not there be of ones only, as all tokens have a target.
+def n_targets(completion: tuple[int, int] | None, mask: torch.Tensor) -> int:
+    """How many places a mask chooses: all of them, as all tokens have a target, unless it is of completions.
 
     `completion`: the number of targets in a sequence of GRPO's, and how many of these its mask chooses.
-    How many places a mask chooses is read from the GPU, which here has no values. The places get their bytes
-    all the same, without the memory that CUB takes to find them.
     """
-    library = torch.library.Library("aten", "IMPL")
-
-    def places(mask: torch.Tensor) -> torch.Tensor:
-        none, n = torch.empty(0, dtype=torch.int64, device=mask.device), mask.numel()
-        torch.ops.aten.nonzero.out(mask, out=none)
-        if completion is not None and mask.dim() == 2 and mask.shape[1] == completion[0]:
-            n = mask.shape[0] * completion[1]
-        return torch.empty((mask.dim(), n), dtype=torch.int64, device=mask.device).t()
-
-    library.impl("nonzero", places, "CUDA")
-    return library
+    if completion is not None and mask.dim() == 2 and mask.shape[1] == completion[0]:
+        return mask.shape[0] * completion[1]
+    return mask.numel()
 
 
 def _tokenizer() -> Any:
