@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 from memplan.engines.torch.float8 import Float8Cast
 from memplan.engines.torch.options import gathers_head
@@ -445,6 +446,14 @@ class CommContext:
         return frees(*[group.reduce_input for group in groups])
 
 
+class HeadParts(NamedTuple):
+    """The head's unit under torchtitan's loss, and its parts, whose gradients are reduced one by one."""
+
+    whole: ParamGroup
+    norm: ParamGroup
+    output: ParamGroup
+
+
 class Units:
     """The division of a stage's parameters into units; the root has all that no other unit has.
 
@@ -480,7 +489,7 @@ class Units:
             any_parameters = any(p.parameters for p in parts)
             return ParamGroup(stage, place, name, parts, reshards=reshards) if any_parameters else None
 
-        self.root = self.embed = self.head = self.called_head = None
+        self.root = self.embed = self.head = self.called_head = self.head_parts = None
         self.rows: list[Row[ParamGroup | None]] = []
         if options.fsdp_units == "model":
             self.root = unit("root", embed, *[part for part, _ in blocks], head, reshards=False)
@@ -497,6 +506,8 @@ class Units:
             self.embed = unit("embedding", embed)
             self.head = unit("head", head, reshards=again and not keeps_head)
             self.called_head = None if gathers_head(stage.plan) else self.head
+            if self.head is not None and stage.op_context.chunks_head:
+                self.head_parts = _parts_of_head(stage, place, self.head, head.parameters)
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
         for role, run in groupby(blocks, key=lambda block: block[1]):
             in_a_row = [part for part, _ in run]
@@ -542,6 +553,24 @@ class Units:
             groups += [(row.group, row.times), (self.within.get(row.group), row.times)]
         named = (self.root, 1), (self.embed, 1), *groups, (self.head, 1)
         return ((unit, times) for unit, times in named if unit is not None)
+
+    @property
+    def reduced(self) -> Iterator[tuple[ParamGroup, int]]:
+        """Each different group whose gradients are reduced together, and how often it occurs."""
+        for group, times in self:
+            if self.head_parts is not None and group is self.head:
+                yield from ((self.head_parts.norm, 1), (self.head_parts.output, 1))
+            else:
+                yield group, times
+
+
+def _parts_of_head(stage: Stage, place: int, head: ParamGroup, parameters: Sequence[Parameter]) -> HeadParts:
+    *norm, output = parameters
+
+    def part(name: str, *own: Parameter) -> ParamGroup:
+        return ParamGroup(stage, place, name, [EqualParameters(own, 1)], reshards=True)
+
+    return HeadParts(head, part("last norm", *norm), part("output layer", output))
 
 
 def _is_of_reference(parameter: Parameter) -> bool:
