@@ -341,11 +341,18 @@ def _check_muon(model: Model, plan: Plan) -> None:
     scaled = (plan.formats.loss_scaled, f"precision={plan.precision!r}")
     own = (
         (plan.ep > 1, f"ep={plan.ep}"),
-        (plan.fsdp and plan.dp_replicate > 1, f"dp_replicate={plan.dp_replicate}"),
+        (plan.fsdp and plan.tp > 1, f"tp={plan.tp} and zero={plan.zero}"),
         (plan.fsdp and plan.offload, "offload=True"),
         scaled,
     )
-    _check_beside_optimizer(plan, "Muon", *own)
+    if plan.ddp and plan.tp > 1:
+        raise MissingRule(
+            f"optimizer={plan.optimizer!r} with tp={plan.tp} and zero={plan.zero}, dp={plan.dp}: under DDP "
+            "weights are plain tensors, and Muon would orthogonalize each rank's part as if it were the "
+            "whole; use dp=1, or adamw.",
+            kind="Muon of parts of matrices under DDP beside tensor parallelism",
+        )
+    _check_beside_optimizer(plan, "Muon", *own, divided=True)
 
 
 def _check_adafactor(model: Model, plan: Plan) -> None:
@@ -418,15 +425,16 @@ def _check_torchao(model: Model, plan: Plan) -> None:
 
 
 def _check_beside_optimizer(
-    plan: Plan, whose: str, *own: tuple[bool, str], impls: Sequence[str] = ()
+    plan: Plan, whose: str, *own: tuple[bool, str], impls: Sequence[str] = (), divided: bool = False
 ) -> None:
     """Raise for what has no rule beside an optimizer other than SGD and Adam.
 
-    `own`: its further rows; `impls`: its implementations beside the default that have rules.
+    `own`: its further rows; `impls`: its implementations beside the default that have rules; `divided`: it
+    has rules for what tensor ranks divide.
     """
     impl = torch_options(plan).optimizer_impl
     not_modelled = (
-        (plan.tp > 1, f"tp={plan.tp}"),
+        (plan.tp > 1 and not divided, f"tp={plan.tp}"),
         *own,
         (impl not in ("default", *impls), f"optimizer_impl={impl!r}"),
     )
