@@ -34,15 +34,15 @@ def chunked_linear_cross_entropy(x: Tensor, name: str, n_out: int) -> Tensor:
     grads = tape.new("gradients of pieces", (batch, seq, d), FP32)
     total, logits, loss, grad = tape.new("sum of losses", (), FP32), None, None, None
     _hook(tape, "pre_forward", weight.name)
-    for piece in pieces:
+    for piece, leaf in zip(pieces, leaves, strict=True):
         n_before = len(tape.nodes)
         logits = linear(piece, name, n_out, bias=False, split="columns")
         loss = pointwise(softmax_cross_entropy(tape.cast(logits, FP32)), "loss over the tokens")
         total = tape.new("sum of losses", (), FP32)
         grad = _pass_back(loss, n_before, weight, grad)
-        _collect(piece)
-    assert grad is not None
-    tape.keep_grad(weight, grad)
+        _collect(piece, leaf)
+    if grad is not None:
+        tape.keep_grad(weight, grad)
     _hook(tape, "post_forward", weight.name)
     saved = grads if x.dtype == FP32 else tape.new("grad of the last norm's output", x.shape, x.dtype)
     total.node = tape.node((x.node,), (saved.detach(),), lambda grad, saved: (saved[0].detach(),))
@@ -63,10 +63,8 @@ def _pass_back(loss: Tensor, n_before: int, weight: Parameter, older: Tensor | N
     return grad
 
 
-def _collect(piece: Tensor) -> None:
+def _collect(piece: Tensor, leaf: Node) -> None:
     """Copy a piece's gradient to its place among the others, through a copy in float32."""
-    leaf = piece.node
-    assert isinstance(leaf, Node)
     with piece.tape.workspace() as copies:
         if piece.dtype != FP32:
             copies.new("grad of a piece in float32", piece.shape, FP32)

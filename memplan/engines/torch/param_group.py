@@ -506,8 +506,7 @@ class Units:
             self.embed = unit("embedding", embed)
             self.head = unit("head", head, reshards=again and not keeps_head)
             self.called_head = None if gathers_head(stage.plan) else self.head
-            if self.head is not None and stage.op_context.chunks_head:
-                self.head_parts = _parts_of_head(stage, place, self.head, head.parameters)
+            self.head_parts = _parts_of_head(stage, place, self.head, head.parameters)
         made: dict[tuple[EqualParameters, ...], ParamGroup | None] = {}
         for role, run in groupby(blocks, key=lambda block: block[1]):
             in_a_row = [part for part, _ in run]
@@ -564,7 +563,12 @@ class Units:
                 yield group, times
 
 
-def _parts_of_head(stage: Stage, place: int, head: ParamGroup, parameters: Sequence[Parameter]) -> HeadParts:
+def _parts_of_head(
+    stage: Stage, place: int, head: ParamGroup | None, parameters: Sequence[Parameter]
+) -> HeadParts | None:
+    """The parts of a head's unit under torchtitan's loss; None under any other."""
+    if head is None or not stage.op_context.chunks_head:
+        return None
     *norm, output = parameters
 
     def part(name: str, *own: Parameter) -> ParamGroup:
