@@ -20,6 +20,8 @@ def chunked_linear_cross_entropy(x: Tensor, name: str, n_out: int) -> Tensor:
     are added up, the pieces' are copied into a whole one in float32. Its copy in the type of x is saved, and
     is what x gets as its gradient. A piece cut out of several sequences is made contiguous, with its targets.
     The logits of a piece live until the next one's are there.
+
+    Source: torchtitan 0.3.0, torchtitan/components/loss.py (`ChunkedLossWrapper.__call__`).
     """
     tape, n = x.tape, x.tape.context.loss_chunks
     batch, seq, d = dims(x, "chunked_linear_cross_entropy", "batch", "seq", "d")
