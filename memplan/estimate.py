@@ -781,6 +781,8 @@ def estimate(
                 scales are made: "dynamic" (before each all-gather) or "precomputed" (after each optimizer
                 step); "none": they are gathered in the type of other weights.
             liger_kernel: Liger's "fused_linear_cross_entropy" in transformers' models, or "none".
+            chunked_loss: whose loss computes `loss_chunks` pieces: torchtune's "CEWithChunkedOutputLoss", of
+                the logits, or torchtitan's "ChunkedLossWrapper", whose pieces include the output layer.
             activation_offloading: the inputs of recomputed blocks are kept in the host's page-locked memory,
                 by PyTorch's "save_on_cpu" or TRL's "OffloadActivations", or on the GPU ("none").
             fsdp_units: what FSDP2 gathers together: "block", "block+ends" or "model".

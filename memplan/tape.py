@@ -105,7 +105,8 @@ class OpContext:
     `recomputes_outputs`: a checkpoint is reentrant: it computes its region's output again too, and holds it.
     `hooks_modules`: modules have hooks, and linears are ZeRO-3's. `saves_on_cpu`: what a checkpoint keeps is
     copied to the host, and back; `offloads_activations`: by TRL's `OffloadActivations`, all that is saved.
-    `fuses_loss`: Liger's loss makes the logits. `trainer`: transformers' Trainer calls the module, with a
+    `fuses_loss`: Liger's loss makes the logits; `chunks_head`: torchtitan's does, in pieces of the sequence.
+    `trainer`: transformers' Trainer calls the module, with a
     mask of padding that is all ones; `clones_outputs`: DDP hands on clones of its outputs; `casts_inputs`:
     FSDP casts what the module is called with.
     """
@@ -133,6 +134,7 @@ class OpContext:
     saves_on_cpu: bool = False
     offloads_activations: bool = False
     fuses_loss: bool = False
+    chunks_head: bool = False
     trainer: bool = False
     clones_outputs: bool = False
     casts_inputs: bool = False
@@ -980,6 +982,24 @@ class Tape:
     def release_retained(self) -> None:
         """Allow in-place additions to all gradients again."""
         self._retained.clear()
+
+    def graded_in_turn(self, parameter: Parameter, older: Tensor | None) -> Tensor:
+        """A weight's gradient after one of several backward passes: the first one's, or the older one.
+
+        A later one is added to the older one in place, without a mark, and freed.
+
+        Source: torch/csrc/autograd/functions/accumulate_grad.h (`accumulateGrad`).
+        """
+        grad = self._grads.pop(parameter)
+        if older is None:
+            self._uses[parameter] += 1
+            return grad
+        self.moved_bytes += 3 * grad.n_bytes
+        return older
+
+    def keep_grad(self, parameter: Parameter, grad: Tensor) -> None:
+        """Keep a weight's gradient to the end of the passes."""
+        self._grads[parameter] = grad
 
     def graded(self, parameter: Parameter, grad: Tensor) -> Tensor:
         """`grad`, marked as the gradient of a weight."""

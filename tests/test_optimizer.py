@@ -118,21 +118,37 @@ def test_muon_of_shards_gathers_wide_matrices_and_sums_products_of_tall_ones():
 def test_large_matrices_are_exchanged_and_what_depends_on_the_host_is_refused():
     """Over 8 ranks (4096, 4096) bfloat16 are rows for columns, a sum and a scatter of products, a gather."""
     context = OpContext(device=gpu("h100-sxm").device)
-    ranks = Ranks(8, "dp", context)
-    x = ranks.new("x", (4096, 4096), ROWS)
+    ranks = Ranks((8,), ("dp",), context)
+    x = ranks.new("x", (4096, 4096), (ROWS,))
     made, gram = ranks.product("gram", (x, x.transposed))
     kinds = [event.kind for event in made if isinstance(event, Collective)]
     assert kinds == ["all_to_all"] * 2
-    assert gram.placement == TERM
+    assert gram.placed == (TERM,)
     made, gram = ranks.product("gram update", (gram, gram), gram)
     assert [event.kind for event in made if isinstance(event, Collective)] == ["all_reduce"]
     made, y = ranks.product("x", (gram, x), x)
     kinds = [event.kind for event in made if isinstance(event, Collective)]
     assert kinds == ["reduce_scatter", "all_gather"]
-    assert y.placement == ROWS
-    small = ranks.new("x", (512, 1024), ROWS)
+    assert y.placed == (ROWS,)
+    small = ranks.new("x", (512, 1024), (ROWS,))
     with pytest.raises(MissingRule, match="how many GPUs a process sees"):
         ranks.product("gram", (small, small.transposed))
+
+
+def test_muon_under_hsdp_divides_products_of_tall_matrices_over_replicas_too():
+    """DTensor shards what each replica holds whole, which costs nothing, so that it sums half as much."""
+    found = estimated(optimizer="muon", dp=2, dp_replicate=2, zero=3, precision="fp32").collectives
+    sent = Counter({(c.kind, c.axis): c.calls for c in found if "orthogonal" in c.what})
+    assert sent["all_reduce", "dp_replicate"] > 0
+    assert sent["all_gather", "dp"] > 0
+
+
+def test_muon_of_tensor_ranks_sums_products_of_what_is_divided_by_columns():
+    """Both ways of dividing a matrix: the output projections are divided by columns, all others by rows."""
+    found = estimated(optimizer="muon", tp=2, precision="fp32").collectives
+    sent = {c.kind: c.axis for c in found if "orthogonal" in c.what}
+    assert sent == {"all_gather": "tp", "all_reduce": "tp"}
+    assert all_reduces("norms of matrices", optimizer="muon", tp=2) == {"tp": 2 * 2 * 7}
 
 
 MATRICES = [(40, 8), *[(8, 8), (4, 8), (4, 8), (8, 8), (16, 8), (16, 8), (8, 16)] * 2, (40, 8)]
@@ -207,9 +223,9 @@ def test_what_an_optimizer_has_no_rule_for_is_refused(plan, error):
 @pytest.mark.parametrize(
     "plan, error",
     [
-        ({"dp": 4, "dp_replicate": 2, "zero": 3}, "with dp_replicate=2 has no rule yet"),
+        ({"dp": 2, "tp": 2, "zero": 3}, "with tp=2 and zero=3 has no rule yet"),
+        ({"dp": 2, "tp": 2}, "would orthogonalize each rank's part as if it were the whole"),
         ({"dp": 2, "zero": 3, "offload": True}, "with offload=True has no rule yet"),
-        ({"tp": 2}, "with tp=2 has no rule yet"),
         ({"optimizer_impl": "fused"}, "with optimizer_impl='fused' has no rule yet"),
         ({"dp": 2, "zero": 3, "fsdp_version": 1}, "Muon only supports 2D parameters"),
         ({"engine": "textbook"}, "engine='textbook' has no rule for torch.optim.Muon"),

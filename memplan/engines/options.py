@@ -31,6 +31,7 @@ class EngineOptions(TypedDict, total=False):
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"]
     float8_all_gather: Literal["none", "dynamic", "precomputed"]
     liger_kernel: Literal["none", "fused_linear_cross_entropy"]
+    chunked_loss: Literal["CEWithChunkedOutputLoss", "ChunkedLossWrapper"]
     activation_offloading: Literal["none", "save_on_cpu", "OffloadActivations"]
     fsdp_blocks: int
     fsdp_version: Literal[1, 2]

@@ -24,6 +24,7 @@ CHANGES_MODULES: Final = {
     "compile": "what memplan exports runs blocks as they are",
     "float8": "linears are converted by the code that trains them",
     "liger_kernel": "Liger patches the model in the code that trains it",
+    "chunked_loss": "the loss passes through the output layer in the code that trains it",
     "optimizer_in_backward": "hooks of the weights are registered in the code that trains",
     "activation_offloading": "blocks run in save_on_cpu in the code that trains them",
 }
@@ -171,6 +172,8 @@ class Launcher(ABC):
     """The engine whose plans it runs."""
     file: ClassVar[str]
     """The usual name of the file that it is told a plan by."""
+    tells: ClassVar[tuple[str, ...]] = ()
+    """The options among `CHANGES_MODULES` that it is told all the same."""
 
     def limits(self, job: Job) -> Iterator[Limit]:
         """What of the plan it cannot be told, each with a way out."""
@@ -231,7 +234,7 @@ def limits(job: Job, to: str) -> tuple[Limit, ...]:
     changed = [
         Limit(f"{option}={told[option]!r}: {why}", {option: None})
         for option, why in CHANGES_MODULES.items()
-        if option in told
+        if option in told and option not in launcher.tells
     ]
     return *changed, *launcher.limits(job)
 

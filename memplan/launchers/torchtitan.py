@@ -121,7 +121,7 @@ KNOWN: Final = (*DEFAULTS, *ONLY, "model.name", "model.flavor")
 
 OF_OCTOBER_2024: Final = (
     "The modules are planned as in torchtitan of October 2024. Those of 0.3 have one projection for queries, "
-    "keys and values, FlexAttention, and the head in the loss: no rule covers these yet."
+    "keys and values, and FlexAttention: no rule covers these yet."
 )
 
 
@@ -130,6 +130,7 @@ class Torchtitan(Launcher):
     """`torchtitan.train`."""
 
     file: ClassVar[str] = "train.sh"
+    tells: ClassVar[tuple[str, ...]] = ("chunked_loss",)
 
     def limits(self, job: Job) -> Iterator[Limit]:
         model, plan = job.estimate.model, job.estimate.plan
@@ -167,9 +168,9 @@ class Torchtitan(Launcher):
             yield Limit(why, {"recompute_blocks": None})
         if not options["set_to_none"]:
             yield Limit("set_to_none=False: torchtitan frees gradients", {"set_to_none": True})
-        if plan.loss_chunks > 1:
+        if plan.loss_chunks > 1 and not _chunks_head(plan):
             why = f"loss_chunks={plan.loss_chunks}: torchtitan's pieces include the head"
-            yield Limit(why, {"loss_chunks": 1})
+            yield Limit(why, {"chunked_loss": "ChunkedLossWrapper"})
         if plan.pp > 1:
             yield from _limits_of_pipelines(model, plan)
 
@@ -274,7 +275,12 @@ def _flags(job: Job) -> Iterator[tuple[str, Any]]:
         yield "parallelism.pipeline_parallel_first_stage_less_layers", first
         yield "parallelism.pipeline_parallel_last_stage_less_layers", last
     yield "optimizer.implementation", "foreach" if implementation == "default" else implementation
-    yield "loss.num_chunks", 1
+    yield "loss.num_chunks", plan.loss_chunks if _chunks_head(plan) else 1
+
+
+def _chunks_head(plan: Plan) -> bool:
+    """Whether torchtitan's loss computes the logits in pieces."""
+    return bool(plan_dict(plan)["chunked_loss"] == "ChunkedLossWrapper")
 
 
 def _flag(name: str, value: Any) -> str:
@@ -336,7 +342,19 @@ class Said:
         }
         if pp > 1:
             found |= self._stages(pp)
+        if self._plans_chunks:
+            found |= {"chunked_loss": "ChunkedLossWrapper", "loss_chunks": self.count("loss.num_chunks")}
         return found | self._batch(found)
+
+    @property
+    def _plans_chunks(self) -> bool:
+        """Whether its loss in pieces, which 0.3 has, is planned."""
+        axes = ("parallelism.pipeline_parallel_degree", "parallelism.tensor_parallel_degree")
+        alone = all(self.count(axis) == 1 for axis in axes)
+        keeps = self.values["parallelism.fsdp_reshard_after_forward"] == "never"
+        offloads = self.flag("training.enable_cpu_offload")
+        several = self.count("loss.num_chunks") > 1
+        return self.since_03 and several and alone and not keeps and not offloads
 
     def _recompute(self) -> str:
         mode = self.one_of("activation_checkpoint.mode", "none", "selective", "full")
@@ -412,7 +430,7 @@ class Said:
         yield OF_OCTOBER_2024
         if not self.values["training.disable_cuda_graphs"]:
             yield "CUDA graphs, which 0.3 uses unless --training.disable_cuda_graphs, are not planned."
-        if self.values["loss.num_chunks"] != 1:
+        if self.values["loss.num_chunks"] != 1 and not self._plans_chunks:
             yield "The loss is planned with all logits at once: more than torchtitan's pieces of it hold."
 
 

@@ -10,7 +10,7 @@ from memplan.checks import checked_count, checked_flag, checked_fraction
 from memplan.device import Device
 from memplan.errors import InvalidValue, MissingRule, divisors_text, shown_value
 from memplan.mesh import Group, degrees_text
-from memplan.ops import cross_entropy
+from memplan.ops import chunked_linear_cross_entropy, cross_entropy, linear
 from memplan.shapes import INT64, Buffer, buffer_of
 from memplan.tape import Tape, Tensor
 
@@ -302,6 +302,18 @@ class Decoder(Model):
     def output_name(self) -> str:
         """The projection to the vocabulary: the token table itself if the head is tied."""
         return "embedding.tokens" if self.tied_head else "head.output"
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits from the last norm's output; where torchtitan's loss makes them, that output."""
+        if not x.tape.context.chunks_head:
+            return linear(x, self.output_name, self.vocab_size, bias=False, split="columns")
+        x.tape.parameter(f"{self.output_name}.weight", (self.vocab_size, self.d_model))
+        return x
+
+    def loss(self, logits: Tensor) -> Tensor:
+        if not logits.tape.context.chunks_head:
+            return cross_entropy(logits)
+        return chunked_linear_cross_entropy(logits, self.output_name, self.vocab_size)
 
 
 def _check_divides(name: str, value: int, of: str, total: int) -> None:

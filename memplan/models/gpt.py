@@ -66,7 +66,7 @@ class Gpt(GptDecoder):
     def head(self, x: Tensor) -> Tensor:
         h = layer_norm(x, "head.norm")
         whole = redistribute(h, "tp", Replicate(), waits=False)
-        return linear(whole, self.output_name, self.vocab_size, bias=False, split="columns")
+        return self.logits(whole)
 
 
 def _read(config: Config, name: str) -> HuggingFaceGpt:

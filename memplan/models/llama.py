@@ -61,7 +61,7 @@ class Llama(LlamaDecoder):
     def head(self, x: Tensor) -> Tensor:
         h = rms_norm(x, "head.norm")
         whole = redistribute(h, "tp", Replicate(), waits=False)
-        return linear(whole, self.output_name, self.vocab_size, bias=False, split="columns")
+        return self.logits(whole)
 
 
 def _read(config: Config, name: str) -> HuggingFaceLlama:

@@ -61,7 +61,7 @@ class TorchtitanLlama(RotaryDecoder):
     def head(self, x: Tensor) -> Tensor:
         h = rms_norm_by_parts(x, "head.norm")
         whole = redistribute(h, "tp", Replicate())
-        return linear(whole, self.output_name, self.vocab_size, bias=False, split="columns")
+        return self.logits(whole)
 
 
 def _product(x: Tensor, name: str, n_out: int, *, again: bool = False) -> Tensor:

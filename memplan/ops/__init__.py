@@ -42,6 +42,7 @@ How to write a rule, by the example of SiLU, which saves its input and allocates
 """
 
 from memplan.ops.attention import attention, attention_kernel
+from memplan.ops.chunked_loss import chunked_linear_cross_entropy
 from memplan.ops.elementwise import dropout, gelu, gelu_new, relu, silu, soft_capped, times_number
 from memplan.ops.embedding import add_positions, embedding, learned_positions, position_ids
 from memplan.ops.heads import (
@@ -85,6 +86,7 @@ __all__ = [
     "attention",
     "attention_kernel",
     "capped_attention",
+    "chunked_linear_cross_entropy",
     "conv1d",
     "cross_entropy",
     "dropout",

@@ -26,7 +26,7 @@ def cross_entropy(logits: Tensor) -> Tensor:
     tape = logits.tape
     dims(logits, "cross_entropy", "batch", "seq", "vocabulary", allowed=BY_FEATURE)
     if tape.context.loss_chunks == 1:
-        return _cross_entropy(tape.cast(logits, FP32))
+        return softmax_cross_entropy(tape.cast(logits, FP32))
     total = reduce(add, map(_cross_entropy_of_piece, _pieces(logits, tape.context.loss_chunks)))
     return pointwise(total, "loss")
 
@@ -49,7 +49,7 @@ def shifted_cross_entropy(logits: Tensor) -> Tensor:
             targets = tape.new("shifted targets", (batch, seq), INT64)
         else:
             targets = Tensor(tape, (batch, seq), INT64, targets.storage, is_view=True)
-        loss = _cross_entropy(wide, targets)
+        loss = softmax_cross_entropy(wide, targets)
         return pointwise(loss, "loss over the tokens of the batch") if tape.context.trainer else loss
 
 
@@ -120,7 +120,7 @@ def _chunks(x: Tensor, weight: Tensor, n_tokens: int, storage: Workspace) -> Non
                 product.new("gradient of a chunk", weight.shape, FP32)
 
 
-def _cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:
+def softmax_cross_entropy(logits: Tensor, *targets: Tensor) -> Tensor:
     """The loss of float32 logits; saves `targets` that were made for it."""
     tape, shape = logits.tape, logits.shape
     for axis in logits.placements:
@@ -145,10 +145,10 @@ def _cross_entropy_of_piece(logits: Tensor) -> Tensor:
     batch, seq, _ = logits.shape
     wide = tape.cast(logits, FP32)
     if batch == 1:
-        return _cross_entropy(wide)
+        return softmax_cross_entropy(wide)
     if logits.dtype == FP32:
         wide = logits.new("contiguous logits", logits.shape, FP32, logits.node)
-    return _cross_entropy(wide, tape.new("targets of the piece", (batch, seq), INT64))
+    return softmax_cross_entropy(wide, tape.new("targets of the piece", (batch, seq), INT64))
 
 
 def _pieces(logits: Tensor, n: int) -> list[Tensor]:

@@ -176,8 +176,11 @@ class StageModule(ABC, QuicklyCopied, Generic[State]):
             parts.append(trace.head_casts.stretch(name))
         parts += [] if release is None else [release]
         if self.stage.last:
-            parts.append(trace.loss.stretch("loss"))
+            parts.append(self._loss())
         return parts
+
+    def _loss(self) -> Stretch:
+        return self.trace.loss.stretch("loss")
 
     def returned(self) -> list[Stretch]:
         """The frees when the backward pass returns."""
@@ -245,8 +248,11 @@ class PlainModule(StageModule[PlainState]):
         self._made_grads()
         return played
 
+    def _loss(self) -> Stretch:
+        return events("loss", self._added(self.trace.loss))
+
     def _added(self, segment: Segment) -> tuple[Event, ...]:
-        """A backward segment's events; gradients are added to older ones if there are any."""
+        """A segment's events; gradients are added to older ones if there are any."""
         return added_to_older(segment) if self.state.has_grads else segment.events
 
     def _blocks(self) -> Iterator[Stretch]:

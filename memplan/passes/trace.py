@@ -138,7 +138,7 @@ class Trace:
     def gradients(self) -> dict[Parameter, Buffer]:
         """The buffer of each parameter's gradient after a backward pass."""
         blocks = [block.backward for block in self.blocks.values()]
-        return gradients(self.head_backward, *blocks, self.embed_backward)
+        return gradients(self.loss, self.head_backward, *blocks, self.embed_backward)
 
     def sending(self, forward: Segment) -> Segment:
         """The forward pass of a block whose output, its newest `boundary`, is sent to another stage."""
@@ -363,7 +363,7 @@ class _TracedStage:
             del returned, one_step
         else:
             del logits
-            end = share_of_loss(end)
+            end = end if tape.context.chunks_head else share_of_loss(end)
             scaled = scaled_loss(end)
         if not self.keep_logits:
             self.held["loss"] = end.detach()

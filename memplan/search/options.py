@@ -49,6 +49,7 @@ class PlanOptions(TypedDict, total=False):
     float8: str | Iterable[str]
     float8_all_gather: str | Iterable[str]
     liger_kernel: str | Iterable[str]
+    chunked_loss: str | Iterable[str]
     activation_offloading: str | Iterable[str]
     fsdp_blocks: int | Iterable[int]
     fsdp_version: int | Iterable[int]

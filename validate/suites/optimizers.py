@@ -34,8 +34,15 @@ OF_MUON: Final[tuple[tuple[Decoder, dict[str, Any]], ...]] = (
     (GPT, {"dp": 2, "zero": 3, "precision": "bf16-mixed", "recompute": "full"}),
     (GPT_TIED, {"dp": 4, "zero": 3, "set_to_none": False, "precision": "fp32"}),
     (LLAMA, {"pp": 2, "dp": 2, "zero": 3, "precision": "bf16"}),
+    (LLAMA, {"dp_replicate": 2, "dp": 2, "zero": 3, "precision": "fp32"}),
+    (GPT, {"dp_replicate": 2, "dp": 2, "zero": 2, "precision": "bf16", "clip_grad_norm": 1.0}),
+    (GPT_TIED, {"dp_replicate": 2, "dp": 2, "zero": 3, "precision": "bf16-mixed", "recompute": "full"}),
+    (LLAMA, {"tp": 2, "precision": "fp32"}),
+    (GPT, {"tp": 2, "precision": "bf16", "sequence_parallel": True}),
+    (LLAMA, {"tp": 2, "sequence_parallel": True, "recompute": "full", "clip_grad_norm": 1.0}),
+    (LLAMA, {"pp": 2, "tp": 2, "precision": "fp32"}),
 )
-"""Muon of memplan's own modules, on one rank, under DDP, ZeRO-1 and FSDP2, and in pipelines."""
+"""Muon of memplan's own modules: one rank, DDP, ZeRO-1, FSDP2 and HSDP, tensor ranks, and in pipelines."""
 
 LOOP: Final[dict[str, Any]] = {"optimizer_impl": "for-loop"}
 FOREACH: Final[dict[str, Any]] = {"optimizer_impl": "foreach"}
@@ -147,15 +154,25 @@ OF_TORCHAO_AT_TRUE_SIZE: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
 )
 """torchao's AdamW, of few bits or with weights rounded at random."""
 
+MUON: Final[dict[str, Any]] = {"optimizer": "muon", "zero": 3}
+SEQUENCES: Final[dict[str, Any]] = {"sequence_parallel": True, "zero": 0}
+
 SHARDED_AT_TRUE_SIZE: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("llama-3-8b", "torchtitan", {"optimizer": "muon", "dp": 8, "zero": 3}),
     ("llama-3-8b", "huggingface", {"optimizer": "muon", "dp": 64, "zero": 3, "recompute": "full"}),
     ("qwen3-8b", "huggingface", {"optimizer": "muon", "dp": 8, "zero": 2, "clip_grad_norm": 1.0}),
     ("qwen3-8b", "huggingface", {"optimizer": "muon", "dp": 16, "zero": 3, "precision": "bf16"}),
+    ("llama-3-8b", "torchtitan", {"dp": 32, "dp_replicate": 4, "recompute": "full", **MUON}),
+    ("llama-3-8b", "reference", {"dp": 64, "dp_replicate": 2, "clip_grad_norm": 1.0, **MUON}),
+    ("qwen3-8b", "huggingface", {"dp": 64, "dp_replicate": 2, "precision": "bf16", **MUON}),
+    ("qwen3-8b", "huggingface", {"dp": 32, "dp_replicate": 2, "recompute": "full", **MUON, "zero": 2}),
+    ("llama-3-8b", "torchtitan", {"tp": 2, "precision": "bf16", "recompute": "full", **MUON, "zero": 0}),
+    ("llama-3-8b", "torchtitan", {"tp": 8, "precision": "bf16", "recompute": "full", **MUON, **SEQUENCES}),
+    ("llama-3-8b", "reference", {"tp": 4, "recompute": "full", **MUON, **SEQUENCES}),
     ("llama-3-8b", "torchtitan", {"optimizer": "adamw-fp8-torchao", "dp": 8, "zero": 3}),
     ("llama-3-8b", "huggingface", {"optimizer": "adamw-torchao", "dp": 8, "zero": 3, "precision": "bf16"}),
 )
-"""Optimizers of FSDP2's shards that send or hold more than SGD and Adam do."""
+"""Optimizers of what FSDP2 or tensor ranks shard that send or hold more than SGD and Adam do."""
 
 OF_ADAPTERS: Final[tuple[dict[str, Any], ...]] = (
     {"precision": "bf16-mixed", "quantize": "nf4-double", "optimizer": "paged-adamw-32bit"},

@@ -1,10 +1,11 @@
-"""Products of DTensors in bfloat16, as Muon multiplies the matrices that FSDP2 shards.
+"""Products of DTensors in bfloat16, as Muon multiplies the matrices that FSDP2 or tensor parallelism shards.
 
 PyTorch looks for the placements of a product whose operands cost least to redistribute, by a formula of its
 own for the time of each collective.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from math import inf, prod
 from typing import Final, NamedTuple, Self, final
 
@@ -26,7 +27,7 @@ STRATEGIES: Final[tuple[tuple[Placement, Placement, Placement], ...]] = (
     (TERM, TERM, WHOLE),
     (TERM, WHOLE, TERM),
 )
-"""The placements of a product and of its two operands; what is added is placed as the product.
+"""The placements of a product and of its two operands over one axis; what is added is placed as the product.
 
 Source: `torch.distributed.tensor._ops._matrix_ops:gen_single_dim_einsum_strategies`.
 """
@@ -50,28 +51,34 @@ class Link(NamedTuple):
         return 6.6 + n_hops * self.latency_us + n_bytes / 2**30 * n_hops / n_ranks / self.gib_per_s * 1e6
 
 
+Placed = tuple[Placement, ...]
+"""A placement for each axis of a mesh, the outermost first."""
+
 WITHIN_HOST: Final = Link(87.7, 0.6)
 BETWEEN_HOSTS: Final = Link(0.22 * 87.7, 2.7)
+
+MOST_GPUS_OF_A_HOST: Final = 16
+"""The most GPUs that a process sees: the 16 of NVIDIA's DGX-2."""
 
 
 @final
 class DTensor(NamedTuple):
-    """A matrix in bfloat16 over `n_ranks` ranks; `shape`: of the whole matrix.
+    """A matrix in bfloat16 over a mesh of `sizes`; `shape`: of the whole matrix.
 
     `buffer`: what it keeps alive on this rank. `is_contiguous`: false for the transpose of one that is.
     """
 
     name: str
     shape: Shape
-    placement: Placement
-    n_ranks: int
+    placed: Placed
+    sizes: tuple[int, ...]
     buffer: Buffer
     is_contiguous: bool = True
 
     @property
     def local(self) -> Shape:
         """The shape of this rank's part."""
-        return local_shape(self.shape, {"": self.placement}, {"": self.n_ranks})
+        return _local(self.shape, self.placed, self.sizes)
 
     @property
     def n_bytes(self) -> int:
@@ -81,65 +88,115 @@ class DTensor(NamedTuple):
     @property
     def transposed(self) -> Self:
         """A view of it with rows for columns."""
-        placed = Shard(1 - self.placement.dim) if isinstance(self.placement, Shard) else self.placement
-        return self._replace(shape=self.shape[::-1], placement=placed, is_contiguous=not self.is_contiguous)
+        placed = tuple([Shard(1 - one.dim) if isinstance(one, Shard) else one for one in self.placed])
+        return self._replace(shape=self.shape[::-1], placed=placed, is_contiguous=not self.is_contiguous)
 
 
-def redistribution_us(x: DTensor, target: Placement, link: Link) -> float:
+def _local(shape: Shape, placed: Placed, sizes: Sequence[int]) -> Shape:
+    named = [str(place) for place in range(len(sizes))]
+    return local_shape(shape, dict(zip(named, placed, strict=True)), dict(zip(named, sizes, strict=True)))
+
+
+def transitions(source: Placed, target: Placed) -> Iterator[tuple[int, Placement]]:
+    """The axes whose placement changes in a redistribution, in order, each with its new placement.
+
+    Where anything is sharded the innermost axis comes first, and nested shards are first replicated.
+
+    >>> list(transitions((WHOLE, TERM), (COLUMNS, WHOLE)))
+    [(0, Shard(dim=1)), (1, Replicate())]
+    >>> list(transitions((ROWS, ROWS), (WHOLE, ROWS)))
+    [(1, Replicate()), (0, Replicate()), (1, Shard(dim=0))]
+
+    Source: `torch.distributed.tensor._redistribute:DTensorRedistributePlanner`
+    (`generate_greedy_transform_infos`).
+    """
+    placed = list(source)
+    nested = len(source) > 1 and any(isinstance(one, Shard) for one in source)
+    for axis in reversed(range(len(placed))) if nested else ():
+        wanted = target[axis]
+        outer = [[one == wanted for one in own[:axis]] for own in (placed, target)]
+        if isinstance(wanted, Shard) and outer[0] != outer[1]:
+            wanted = WHOLE
+        if placed[axis] != wanted:
+            placed[axis] = wanted
+            yield axis, wanted
+    for axis, wanted in enumerate(target):
+        if placed[axis] != wanted:
+            yield axis, wanted
+
+
+def redistribution_us(x: DTensor, target: Placed, links: Sequence[Link]) -> float:
     """PyTorch's estimate of a redistribution's microseconds: 0 of a replicated tensor, inf without a way.
 
-    Source: `torch.distributed.tensor._collective_utils:_compute_placement_transition_cost`.
+    Source: `torch.distributed.tensor._collective_utils:redistribute_cost`,
+    `torch.distributed.tensor._collective_utils:_compute_placement_transition_cost`.
     """
-    n, local = x.n_ranks, x.n_bytes
-    match x.placement, target:
-        case own, _ if own in (target, WHOLE):
-            return 0.0
-        case Shard(), Replicate():
-            return link.ring_us(n, n - 1, local * n)
-        case Shard(), Shard():
-            return link.ring_us(n, n - 1, local) + 1.0
-        case Partial(), Replicate():
-            return link.ring_us(n, 2 * (n - 1), local)
-        case Partial(), Shard():
-            return link.ring_us(n, n - 1, local)
-    return inf
+    if all(one == WHOLE for one in x.placed):
+        return 0.0
+    placed, n_bytes, total = list(x.placed), float(x.n_bytes), 0.0
+    for axis, wanted in transitions(x.placed, target):
+        n, link = x.sizes[axis], links[axis]
+        match placed[axis], wanted:
+            case Shard(), Replicate():
+                n_bytes *= n
+                total += link.ring_us(n, n - 1, n_bytes)
+            case Shard(), Shard():
+                total += link.ring_us(n, n - 1, n_bytes) + 1.0
+            case Partial(), Replicate():
+                total += link.ring_us(n, 2 * (n - 1), n_bytes)
+            case Partial(), Shard():
+                total += link.ring_us(n, n - 1, n_bytes)
+                n_bytes /= n
+            case Replicate(), Shard():
+                n_bytes /= n
+            case Shard(), Partial():
+                return inf
+        placed[axis] = wanted
+    return total
 
 
-def strategy(operands: Sequence[DTensor], link: Link) -> tuple[Placement, ...]:
+def strategy(operands: Sequence[DTensor], links: Sequence[Link]) -> tuple[Placed, ...]:
     """The placements of a product and of its operands that cost least; one that needs no change comes first.
 
-    `operands`: what is added, if anything, and the two factors.
+    `operands`: what is added, if anything, and the two factors. Where none is sharded none is to be.
 
-    Source: `torch.distributed.tensor._sharding_prop:_select_min_cost_strategy`.
+    Source: `torch.distributed.tensor._sharding_prop:_select_min_cost_strategy`,
+    `torch.distributed.tensor._ops.single_dim_strategy:_fill_single_dim_strategy_placeholders`.
     """
 
-    def cost(placements: tuple[Placement, ...]) -> tuple[float, bool]:
-        pairs = list(zip(operands, placements[1:], strict=True))
-        each = [redistribution_us(x, target, link) for x, target in pairs]
-        return sum(each), any(x.placement != target for x, target in pairs)
+    def cost(placed: tuple[Placed, ...]) -> tuple[float, bool]:
+        pairs = list(zip(operands, placed[1:], strict=True))
+        each = [redistribution_us(x, target, links) for x, target in pairs]
+        return sum(each), any(x.placed != target for x, target in pairs)
 
+    if not links:
+        return ((),) * (len(operands) + 1)
     added = len(operands) - 2
-    return min([(out, *[out] * added, *factors) for out, *factors in STRATEGIES], key=cost)
+    shards = any(isinstance(one, Shard) for x in operands for one in x.placed)
+    known = [one for one in STRATEGIES if shards or not any(isinstance(each, Shard) for each in one)]
+    of_one_axis = [(out, *[out] * added, *factors) for out, *factors in known]
+    every = product(of_one_axis, repeat=len(links))
+    return min([tuple(zip(*one, strict=True)) for one in every], key=cost)
 
 
 @final
 class Ranks(NamedTuple):
-    """The ranks of one mesh axis, which redistribute and multiply DTensors.
+    """The ranks of one or two mesh axes, which redistribute and multiply DTensors.
 
     Attributes:
-        n: how many; 1: the tensors are whole.
-        axis: the mesh axis.
+        sizes: how many along each axis, the outermost first; none: the tensors are whole.
+        axes: the mesh axes.
         context: the device, and what the ranks talk by.
     """
 
-    n: int
-    axis: Group
+    sizes: tuple[int, ...]
+    axes: tuple[Group, ...]
     context: OpContext
 
-    def new(self, name: str, shape: Shape, placement: Placement) -> DTensor:
+    def new(self, name: str, shape: Shape, placed: Placed) -> DTensor:
         """A new matrix, without an event."""
-        local = local_shape(shape, {"": placement}, {"": self.n})
-        return DTensor(name, shape, placement, self.n, buffer_of(name, local, BF16))
+        buffer = buffer_of(name, _local(shape, placed, self.sizes), BF16)
+        return DTensor(name, shape, placed, self.sizes, buffer)
 
     def product(self, name: str, factors: Sequence[DTensor], *added: DTensor) -> tuple[list[Event], DTensor]:
         """The events of a product, to which a matrix may be `added`, and the product.
@@ -162,65 +219,86 @@ class Ranks(NamedTuple):
         computed = product_in_bfloat16(read[-2].local, read[-1].local)
         return [*events, *allocs(made.buffer), computed, *frees(*copies)], made
 
-    def _strategy(self, operands: Sequence[DTensor]) -> tuple[Placement, ...]:
-        links = (BETWEEN_HOSTS,) if self.context.device.on_cpu else (BETWEEN_HOSTS, WITHIN_HOST)
-        first, *others = {strategy(operands, link) for link in links}
+    def _strategy(self, operands: Sequence[DTensor]) -> tuple[Placed, ...]:
+        n = len(self.sizes)
+        fits = [prod(self.sizes[axis:]) <= MOST_GPUS_OF_A_HOST for axis in range(n)]
+        within = 0 if self.context.device.on_cpu else sum(fits)
+        links = [(BETWEEN_HOSTS,) * (n - i) + (WITHIN_HOST,) * i for i in range(within + 1)]
+        first, *others = {strategy(operands, one) for one in links}
         if others:
             rows, columns = operands[-1].shape
             raise MissingRule(
-                f"optimizer='muon' of {operands[-1].name}, ({rows}, {columns}), over {self.n} ranks: how "
-                "DTensor divides its products depends on how many GPUs a process sees, which is not known; "
-                "use another dp, or adamw.",
+                f"optimizer='muon' of {operands[-1].name}, ({rows}, {columns}), over "
+                f"{' x '.join(map(str, self.sizes))} ranks: how DTensor divides its products depends on how "
+                "many GPUs a process sees, which is not known; use another dp, or adamw.",
                 kind="Muon of sharded matrices that DTensor divides as a host has GPUs",
             )
         return first
 
-    def redistributed(self, x: DTensor, target: Placement) -> tuple[list[Event], DTensor]:
-        """The events of a redistribution, and the new matrix: x itself where its placement is the target.
+    def redistributed(self, x: DTensor, target: Placed) -> tuple[list[Event], DTensor]:
+        """The events of a redistribution, and the new matrix: x itself where its placements are the target.
 
         Raises:
             MissingRule: for a redistribution that no product was seen to need.
 
         Source: `torch.distributed.tensor._redistribute:redistribute_local_tensor`.
         """
-        match x.placement, target:
-            case own, _ if own == target:
-                return [], x
+        events: list[Event] = []
+        y = x
+        for axis, wanted in transitions(x.placed, target):
+            found, made = self._changed(y, axis, wanted)
+            events += (*found, *(frees(y.buffer) if y is not x else ()))
+            y = made
+        return events, y
+
+    def _changed(self, x: DTensor, axis: int, wanted: Placement) -> tuple[list[Event], DTensor]:
+        """The events of a redistribution along one axis, and the new matrix."""
+        match x.placed[axis], wanted:
             case Shard(), Replicate():
-                return self._gathered(x)
+                return self._gathered(x, axis)
             case Shard(), Shard():
-                return self._exchanged(x)
+                return self._exchanged(x, axis)
             case Partial(), Replicate():
-                y = self.new(f"{x.name} (all-reduced)", x.shape, target)
-                return [*allocs(y.buffer), self._sent("all_reduce", x.n_bytes)], y
-            case Partial(), Shard(0):
-                y = self.new(f"{x.name} (reduce-scattered)", x.shape, target)
-                sent = self._sent("reduce_scatter", x.n_bytes)
-                scratch = [buffer_of("gloo scratch", x.shape, BF16)] * (self.context.backend == "gloo")
-                return [*allocs(y.buffer), sent, *allocs(*scratch), *frees(*scratch)], y
+                y = self._with(x, "all-reduced", axis, wanted)
+                return [*allocs(y.buffer), self._sent("all_reduce", axis, x.n_bytes)], y
+            case Partial(), Shard(dim):
+                y = self._with(x, "reduce-scattered", axis, wanted)
+                chunks = [buffer_of(f"{x.name} (chunks of columns)", x.local, BF16)] * dim
+                sent = self._sent("reduce_scatter", axis, x.n_bytes)
+                scratch = [buffer_of("gloo scratch", x.local, BF16)] * (self.context.backend == "gloo")
+                scattered = [*allocs(*chunks, y.buffer), sent, *allocs(*scratch), *frees(*scratch)]
+                return [*scattered, *frees(*chunks)], y
+            case Replicate(), _:
+                y = self._with(x, "own part", axis, wanted)
+                return [*allocs(y.buffer)], y
         raise MissingRule(
-            f"optimizer='muon' with a redistribution of {x.name} from {x.placement} to {target} has no rule; "
-            "use adamw."
+            f"optimizer='muon' with a redistribution of {x.name} from {x.placed} over {self.axes[axis]} to "
+            f"{wanted} has no rule; use adamw."
         )
 
-    def _gathered(self, x: DTensor) -> tuple[list[Event], DTensor]:
-        """The whole matrix: chunks arrive one after the other; those along columns are copied side by side.
+    def _with(self, x: DTensor, how: str, axis: int, wanted: Placement) -> DTensor:
+        """A new matrix with another placement along one axis."""
+        placed = (*x.placed[:axis], wanted, *x.placed[axis + 1 :])
+        return self.new(f"{x.name} ({how})", x.shape, placed)
+
+    def _gathered(self, x: DTensor, axis: int) -> tuple[list[Event], DTensor]:
+        """The whole along an axis: chunks arrive one after the other; columns are copied side by side.
 
         Source: `torch.distributed._functional_collectives:all_gather_single`.
         """
         operand = [] if x.is_contiguous else [buffer_of(f"{x.name} (contiguous)", x.local, BF16)]
-        arrived = self.new(f"{x.name} (gathered)", x.shape, WHOLE)
-        found = [*allocs(*operand, arrived.buffer), self._sent("all_gather", arrived.n_bytes)]
+        arrived = self._with(x, "gathered", axis, WHOLE)
+        found = [*allocs(*operand, arrived.buffer), self._sent("all_gather", axis, arrived.n_bytes)]
         if self.context.gathers_in_copies:
-            for shape in (x.local, x.shape):
+            for shape in (x.local, arrived.local):
                 scratch = buffer_of("gloo scratch", shape, BF16)
                 found += (*allocs(scratch), *frees(scratch))
-        if x.placement == ROWS:
+        if x.placed[axis] == ROWS:
             return [*found, *frees(*operand)], arrived
-        y = self.new(f"{x.name} (gathered columns)", x.shape, WHOLE)
+        y = self._with(x, "gathered columns", axis, WHOLE)
         return [*found, *allocs(y.buffer), *frees(arrived.buffer, *operand)], y
 
-    def _exchanged(self, x: DTensor) -> tuple[list[Event], DTensor]:
+    def _exchanged(self, x: DTensor, axis: int) -> tuple[list[Event], DTensor]:
         """Rows for columns, or columns for rows: an all-to-all, on CPU a gather and this rank's chunk of it.
 
         There a chunk of rows keeps all of what was gathered alive.
@@ -228,10 +306,10 @@ class Ranks(NamedTuple):
         Source: `torch.distributed.tensor._collective_utils:shard_dim_alltoall`;
         torch/csrc/distributed/c10d/Functional.cpp (`shard_dim_alltoall`).
         """
-        to_rows = x.placement == COLUMNS
-        y = self.new(f"{x.name} (exchanged)", x.shape, ROWS if to_rows else COLUMNS)
+        to_rows = x.placed[axis] == COLUMNS
+        y = self._with(x, "exchanged", axis, ROWS if to_rows else COLUMNS)
         if self.context.device.on_cpu:
-            found, whole = self._gathered(x)
+            found, whole = self._gathered(x, axis)
             if to_rows:
                 return found, y._replace(buffer=whole.buffer)
             return [*found, *allocs(y.buffer), *frees(whole.buffer)], y
@@ -239,8 +317,8 @@ class Ranks(NamedTuple):
         sent = [] if in_order else [buffer_of(f"{x.name} (by rank)", x.local, BF16)]
         received = [buffer_of(f"{x.name} (received)", x.local, BF16)] if to_rows else []
         found = [*allocs(*sent, *received), *(() if to_rows else allocs(y.buffer))]
-        found.append(self._sent("all_to_all", x.n_bytes))
+        found.append(self._sent("all_to_all", axis, x.n_bytes))
         return [*found, *(allocs(y.buffer) if to_rows else ()), *frees(*received, *sent)], y
 
-    def _sent(self, kind: CollectiveKind, n_bytes: int) -> Collective:
-        return Collective(kind=kind, axis=self.axis, what="orthogonalization", payload_bytes=n_bytes)
+    def _sent(self, kind: CollectiveKind, axis: int, n_bytes: int) -> Collective:
+        return Collective(kind=kind, axis=self.axes[axis], what="orthogonalization", payload_bytes=n_bytes)

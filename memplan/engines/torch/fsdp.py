@@ -69,6 +69,7 @@ class FsdpState(NamedTuple):
         syncs: backward passes reduce.
         has_sharded_grads: there are reduced gradients, of an earlier pass or zeroed.
         recomputed_last: the blocks were last run to be recomputed (`FSDPModule.defers`).
+        reducing: the group whose gradients the loss has reduced, and whose reduction still holds its input.
         gathered: the group of experts that was last gathered to be recomputed, whose flat buffer is held.
         deferring: for each micro-batch in flight, `recomputed_last` before its forward pass.
     """
@@ -82,6 +83,7 @@ class FsdpState(NamedTuple):
     recomputed_last: bool = False
     deferring: tuple[bool, ...] = ()
     gathered: ParamGroup | None = None
+    reducing: ParamGroup | None = None
 
 
 @final
@@ -142,7 +144,7 @@ class FSDPModule(StageModule[FsdpState]):
         return sum([n for kind, n in self.stage.runs if kind.recompute != "none"])
 
     def sharded_grads(self) -> Iterable[tuple[Buffer, int]]:
-        return [(group.reduced, times) for group, times in self.units if group.trained]
+        return [(group.reduced, times) for group, times in self.units.reduced if group.trained]
 
     def in_first_step(self) -> Self:
         other = self.fresh()
@@ -170,6 +172,7 @@ class FSDPModule(StageModule[FsdpState]):
             has_sharded_grads=self.state.has_sharded_grads, makes_states=self.makes_states
         )
         self.comms.all_gather = self.state.gathered
+        self.comms.reduce_scatter = () if self.state.reducing is None else (self.state.reducing,)
 
     # --- What happens to one group ---
 
@@ -297,6 +300,11 @@ class FSDPModule(StageModule[FsdpState]):
 
         Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward`.
         """
+        parts = self.units.head_parts
+        if parts is not None and group is self.units.head:
+            yield from (*parts.whole.reshard(), *parts.output.finalize_backward(self.comms))
+            yield from parts.norm.reduce_grads(self.grads, self.comms)
+            return
         for one in reversed(self.units.groups(group)):
             yield from self._of_group(one)
 
@@ -367,7 +375,9 @@ class FSDPModule(StageModule[FsdpState]):
         parts += [] if release is None else [release]
         self._passed_forward()
         if self.stage.last:
-            parts.append(in_order("loss", self._hooked(trace.loss.events, None)))
+            parts.append(in_order("loss", self._in_loss()))
+        if units.head_parts is not None:
+            self.state = self.state._replace(reducing=units.head_parts.output)
         if self.defers:
             deferring = *self.state.deferring, self.state.recomputed_last
             self.state = self.state._replace(recomputed_last=False, deferring=deferring)
@@ -400,6 +410,40 @@ class FSDPModule(StageModule[FsdpState]):
         """The state after a forward pass."""
         weights: Weights = "freed after forward" if self.stage.plan.zero == 3 else "whole"
         self.state = self.state._replace(weights=weights, unshard_issued=False, gathered=None)
+
+    def _in_loss(self) -> Iterator[CountedEvents]:
+        """The loss; torchtitan's gathers the head's unit, and reduces the gradients of the output layer.
+
+        The gradients of each chunk are added to the older ones, in the type of the reduction. After the last
+        chunk they are reduced, and computation waits for the reduction.
+
+        Source: torchtitan 0.3.0, torchtitan/components/loss.py (`ChunkedLossWrapper`),
+        `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward`
+        (`is_partial_group_backward`).
+        """
+        found, parts, head = self.trace.loss.events, self.units.head_parts, self.units.head
+        if parts is None or head is None:
+            yield from self._hooked(found, None)
+            return
+        start, left, casts = 0, self.stage.plan.loss_chunks, self.stage.reduces_in_other_dtype
+        for place, event in enumerate(found):
+            if not isinstance(event, UnitHook):
+                continue
+            yield found[start:place], 1
+            start = place + 1
+            match event.kind:
+                case "pre_forward":
+                    yield from head.ahead((*head.unshard(), *head.wait_for_unshard(head)))
+                case "post_backward":
+                    if casts and left == self.stage.plan.loss_chunks:
+                        yield from self._accumulated(parts.output)
+                    left -= 1
+                    if not left:
+                        yield from parts.output.reduce_grads(self.wide if casts else self.grads, self.comms)
+                        yield (WaitStream(COMPUTE, REDUCE_SCATTER), WaitStream(COMPUTE, ALL_REDUCE)), 1
+                case "post_forward":
+                    yield from head.reshard()
+        yield found[start:], 1
 
     def _root_returns(self) -> Iterator[CountedEvents]:
         """Frees the flat buffer that is held when a root's forward pass ends."""
@@ -484,7 +528,7 @@ class FSDPModule(StageModule[FsdpState]):
     def _passed_backward(self, *, made_grads: bool) -> None:
         """The state after a backward pass or its first part; `made_grads`: they are there unsharded."""
         state = self.state._replace(unshard_issued=False, deferring=self.state.deferring[1:])
-        state = state._replace(gathered=self.comms.all_gather)
+        state = state._replace(gathered=self.comms.all_gather, reducing=None)
         state = state._replace(weights="whole" if self.pipelined else "sharded")
         if self.state.syncs:
             self.state = state._replace(has_sharded_grads=True, has_grads=False, has_sums=False)
@@ -649,7 +693,10 @@ class FSDPModule(StageModule[FsdpState]):
         Source: `torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback`
         """
         if self.comms.reduced:
-            yield from self._of_units(lambda group: group.finalize_backward(self.comms))
+            parts = self.units.head_parts
+            early = None if parts is None else parts.output
+            for group, times in [one for one in self.units.reduced if one[0] is not early]:
+                yield from repeatedly(group.finalize_backward(self.comms), times)
         yield frees(*[group.flat for group in self.comms.prefetched if not group.alone]), 1
         yield self.comms.frees_reduced(), 1
         if self.comms.reduced:

@@ -1,15 +1,17 @@
-"""Muon's updates of the blocks' matrices, one by one: whole ones, or DTensors of FSDP2.
+"""Muon's updates of the blocks' matrices, one by one: whole ones, or DTensors of FSDP2 or of tensor ranks.
 
 Source: `torch.optim._muon:_single_tensor_muon`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
-from memplan.engines.torch.dtensor import ROWS, WHOLE, Ranks
+from memplan.engines.torch.dtensor import ROWS, WHOLE, Placed, Ranks
 from memplan.engines.torch.stage import RankStages
 from memplan.errors import MissingRule
 from memplan.kernels import norm_scratch
 from memplan.parts.newton_schulz import STEPS
+from memplan.placements import Shard
 from memplan.record import Collective, Event, Stretch, allocs, events, frees, repeated
 from memplan.shapes import BF16, FP32, Buffer, Parameter, buffer_of
 
@@ -46,20 +48,20 @@ def _update(stages: RankStages, parameter: Parameter) -> tuple[Buffer, list[Even
 
     Source: `torch.optim._muon:_zeropower_via_newtonschulz`.
     """
-    plan, name = stages.plan, parameter.name
-    ranks = Ranks(plan.n_shards if plan.fsdp else 1, plan.shard_group, stages.stages[0].op_context)
-    if any(size % ranks.n for size in parameter.shape):
+    plan, name, whole = stages.plan, parameter.name, parameter.whole_shape
+    ranks, own = _ranks(stages, parameter)
+    n = max([prod(ranks.sizes), 1]) if any(isinstance(one, Shard) for one in own) else 1
+    if any(size % n for size in whole):
         raise MissingRule(
-            f"optimizer='muon' with zero={plan.zero} has no rule for {name}, {parameter.shape}, whose rows "
-            f"or columns {ranks.n} ranks do not divide equally; use a dp that does, or adamw.",
+            f"optimizer='muon' with zero={plan.zero} has no rule for {name}, {whole}, whose rows "
+            f"or columns {n} ranks do not divide equally; use a dp that does, or adamw.",
             kind="Muon of sharded matrices that ranks do not divide equally",
         )
     shape, dtype = stages.weight_shape(parameter), stages.weight_dtype
     look_ahead = buffer_of(f"{name} (look-ahead)", shape, dtype)
-    copies, is_tall = dtype != BF16, parameter.shape[0] > parameter.shape[1]
-    own = ROWS if plan.fsdp else WHOLE
-    x = ranks.new(f"{name} (orthogonal)", parameter.shape, own)
-    found = [*(allocs(x.buffer) if copies else ()), *_normalized(stages, parameter, ranks)]
+    copies, is_tall = dtype != BF16, whole[0] > whole[1]
+    x = ranks.new(f"{name} (orthogonal)", whole, own)
+    found = [*(allocs(x.buffer) if copies else ()), *_normalized(stages, parameter, ranks, own)]
     x = x.transposed if is_tall else x
     pair: list[Buffer] = []
     for i in range(STEPS):
@@ -79,7 +81,20 @@ def _update(stages: RankStages, parameter: Parameter) -> tuple[Buffer, list[Even
     return look_ahead, [*found, *moved, *allocs(*cast), *frees(*cast), *gone], x.buffer
 
 
-def _normalized(stages: RankStages, parameter: Parameter, ranks: Ranks) -> Iterator[Event]:
+def _ranks(stages: RankStages, parameter: Parameter) -> tuple[Ranks, Placed]:
+    """The ranks over which a matrix is a DTensor, and its placements."""
+    plan, context = stages.plan, stages.stages[0].op_context
+    if plan.fsdp and plan.dp_replicate > 1:
+        axes = ("dp_replicate", plan.shard_group)
+        return Ranks((plan.dp_replicate, plan.n_shards), axes, context), (WHOLE, ROWS)
+    if plan.fsdp:
+        return Ranks((plan.n_shards,), (plan.shard_group,), context), (ROWS,)
+    if plan.tp > 1:
+        return Ranks((plan.tp,), ("tp",), context), (parameter.placements.get("tp", WHOLE),)
+    return Ranks((), (), context), ()
+
+
+def _normalized(stages: RankStages, parameter: Parameter, ranks: Ranks, own: Placed) -> Iterator[Event]:
     """The division of a matrix by its norm, to which all ranks' parts contribute.
 
     Source: `torch.distributed.tensor._ops._math_ops:_NormPartial`.
@@ -93,14 +108,12 @@ def _normalized(stages: RankStages, parameter: Parameter, ranks: Ranks) -> Itera
     ]
     yield from (*allocs(norm, *scratch), *frees(*scratch))
     whole = [norm]
-    if ranks.n > 1:
+    for axis in [axis for axis, one in zip(ranks.axes, own, strict=True) if isinstance(one, Shard)]:
         power, summed, total = (
             buffer_of(f"{name} ({what})", (), BF16) for what in ("power of the norm", "sum", "norm of all")
         )
         yield from allocs(power, summed)
-        yield Collective(
-            kind="all_reduce", axis=ranks.axis, what="norms of matrices", payload_bytes=BF16.itemsize
-        )
+        yield Collective(kind="all_reduce", axis=axis, what="norms of matrices", payload_bytes=BF16.itemsize)
         yield from (*allocs(total), *frees(power, summed))
         whole.append(total)
     yield from (*allocs(clamped), *frees(*whole, clamped))

@@ -17,6 +17,7 @@ FLOAT8: Final = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 FLOAT8_ALL_GATHERS: Final = ("none", "dynamic", "precomputed")
 ACTIVATION_OFFLOADING: Final = ("none", "save_on_cpu", "OffloadActivations")
 LIGER_KERNELS: Final = ("none", "fused_linear_cross_entropy")
+CHUNKED_LOSSES: Final = ("CEWithChunkedOutputLoss", "ChunkedLossWrapper")
 DDP_COMM_HOOKS: Final = ("none", "fp16", "bf16", "powersgd")
 FSDP1_OPTIONS: Final = ("use_orig_params", "backward_prefetch", "forward_prefetch")
 """The options of FullyShardedDataParallel alone."""
@@ -107,6 +108,15 @@ class TorchOptions:
             "layer within the loss, whose logits are made in chunks",
             choices=LIGER_KERNELS,
             word="liger",
+        ),
+    )
+    chunked_loss: str = described(
+        "CEWithChunkedOutputLoss",
+        Choice(
+            "Whose loss has loss_chunks pieces: torchtune's, of logits, or torchtitan's, which pass through "
+            "the output layer and back",
+            choices=CHUNKED_LOSSES,
+            word="loss",
         ),
     )
     activation_offloading: str = described(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 from memplan.engines.torch.float8 import Float8Cast
 from memplan.engines.torch.options import gathers_head, runs_again
@@ -446,6 +447,14 @@ class CommContext:
         return frees(*[group.reduce_input for group in groups])
 
 
+class HeadParts(NamedTuple):
+    """The head's unit under torchtitan's loss, and its parts, whose gradients are reduced one by one."""
+
+    whole: ParamGroup
+    norm: ParamGroup
+    output: ParamGroup
+
+
 class Units:
     """The division of a stage's parameters into units; the root has all that no other unit has.
 
@@ -485,7 +494,7 @@ class Units:
             any_parameters = any(p.parameters for p in parts)
             return ParamGroup(stage, place, name, parts, reshards=reshards) if any_parameters else None
 
-        self.root = self.embed = self.head = self.called_head = None
+        self.root = self.embed = self.head = self.called_head = self.head_parts = None
         self.rows: list[Row[ParamGroup | None]] = []
         if options.fsdp_units == "model":
             self.root = unit("root", embed, *[part for part, _ in blocks], head, reshards=False)
@@ -502,6 +511,7 @@ class Units:
             self.embed = unit("embedding", embed)
             self.head = unit("head", head, reshards=again and not keeps_head)
             self.called_head = None if gathers_head(stage.plan) else self.head
+            self.head_parts = _parts_of_head(stage, place, self.head, head.parameters)
         self._add_rows(blocks, inner, options.fsdp_blocks, unit)
         if runs_again(stage.plan):
             self.hooked |= {row.group.names: row.group for row in self.rows if row.group is not None}
@@ -566,6 +576,29 @@ class Units:
             groups += [(row.group, row.times), (self.within.get(row.group), row.times)]
         named = (self.root, 1), (self.embed, 1), *groups, (self.head, 1)
         return ((unit, times) for unit, times in named if unit is not None)
+
+    @property
+    def reduced(self) -> Iterator[tuple[ParamGroup, int]]:
+        """Each different group whose gradients are reduced together, and how often it occurs."""
+        for group, times in self:
+            if self.head_parts is not None and group is self.head:
+                yield from ((self.head_parts.norm, 1), (self.head_parts.output, 1))
+            else:
+                yield group, times
+
+
+def _parts_of_head(
+    stage: Stage, place: int, head: ParamGroup | None, parameters: Sequence[Parameter]
+) -> HeadParts | None:
+    """The parts of a head's unit under torchtitan's loss; None under any other."""
+    if head is None or not stage.op_context.chunks_head:
+        return None
+    *norm, output = parameters
+
+    def part(name: str, *own: Parameter) -> ParamGroup:
+        return ParamGroup(stage, place, name, [EqualParameters(own, 1)], reshards=True)
+
+    return HeadParts(head, part("last norm", *norm), part("output layer", output))
 
 
 def _is_of_reference(parameter: Parameter) -> bool:

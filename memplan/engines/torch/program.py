@@ -10,7 +10,7 @@ from memplan.engines.torch.fsdp1 import FullyShardedDataParallel
 from memplan.engines.torch.optimizer import UPDATE_NAME, states_in_order, update
 from memplan.engines.torch.pipelining import left_behind, schedule
 from memplan.engines.torch.releasing import lets_outputs_go
-from memplan.engines.torch.stage import IN_USE, RankStages, Stage
+from memplan.engines.torch.stage import IN_USE, N_TARGETS, RankStages, Stage
 from memplan.engines.torch.update_in_backward import ModuleUpdatedInBackward
 from memplan.memory import Alive
 from memplan.models import TracedModel, ends_are_tied
@@ -133,6 +133,8 @@ def _setup(stages: RankStages, firsts: Mapping[Stage, list[Buffer]]) -> Iterator
     yield from (*allocs(*drawn, tokens, named["targets"]), *frees(*drawn))
     if not stages.first:
         yield from frees(tokens)
+    if N_TARGETS in named:
+        yield from allocs(named[N_TARGETS])
 
 
 def _received(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
@@ -287,13 +289,13 @@ def _streams(modules: Iterable[StageModule[Any]]) -> Iterator[tuple[Buffer, str]
                     late = cast_late and buffer in (flat.reduced, flat.passing)
                     yield buffer, "all-reduce" if late else "post-backward"
         if isinstance(one, FSDPModule):
-            for unit, _ in one.units:
+            for unit, _ in one.units.reduced:
                 for buffer in (unit.reduced, unit.passing, unit.reduce_output, unit.divided):
                     yield buffer, f"reduce-scatter {local}"
-                for buffer in unit.gathered:
-                    yield buffer, f"all-gather copy-in {local}"
                 for events, _ in (*unit.updates(makes_states=True), *unit.updates(makes_states=False)):
                     yield from [(e.buffer, f"reduce-scatter {local}") for e in events if isinstance(e, Alloc)]
+            for unit, _ in one.units:
+                yield from [(buffer, f"all-gather copy-in {local}") for buffer in unit.gathered]
             if one.units.reference is not None:
                 for buffer in one.units.reference.gathered:
                     yield buffer, f"all-gather copy-in of the {REFERENCE} {local}"

@@ -13,6 +13,7 @@ from memplan.engines.refusals import (
     check_sequence,
 )
 from memplan.engines.torch.options import (
+    CHUNKED_LOSSES,
     FSDP1_OPTIONS,
     OF_TRAINERS,
     OF_TRL,
@@ -341,11 +342,18 @@ def _check_muon(model: Model, plan: Plan) -> None:
     scaled = (plan.formats.loss_scaled, f"precision={plan.precision!r}")
     own = (
         (plan.ep > 1, f"ep={plan.ep}"),
-        (plan.fsdp and plan.dp_replicate > 1, f"dp_replicate={plan.dp_replicate}"),
+        (plan.fsdp and plan.tp > 1, f"tp={plan.tp} and zero={plan.zero}"),
         (plan.fsdp and plan.offload, "offload=True"),
         scaled,
     )
-    _check_beside_optimizer(plan, "Muon", *own)
+    if plan.ddp and plan.tp > 1:
+        raise MissingRule(
+            f"optimizer={plan.optimizer!r} with tp={plan.tp} and zero={plan.zero}, dp={plan.dp}: under DDP "
+            "weights are plain tensors, and Muon would orthogonalize each rank's part as if it were the "
+            "whole; use dp=1, or adamw.",
+            kind="Muon of parts of matrices under DDP beside tensor parallelism",
+        )
+    _check_beside_optimizer(plan, "Muon", *own, divided=True)
 
 
 def _check_adafactor(model: Model, plan: Plan) -> None:
@@ -418,15 +426,16 @@ def _check_torchao(model: Model, plan: Plan) -> None:
 
 
 def _check_beside_optimizer(
-    plan: Plan, whose: str, *own: tuple[bool, str], impls: Sequence[str] = ()
+    plan: Plan, whose: str, *own: tuple[bool, str], impls: Sequence[str] = (), divided: bool = False
 ) -> None:
     """Raise for what has no rule beside an optimizer other than SGD and Adam.
 
-    `own`: its further rows; `impls`: its implementations beside the default that have rules.
+    `own`: its further rows; `impls`: its implementations beside the default that have rules; `divided`: it
+    has rules for what tensor ranks divide.
     """
     impl = torch_options(plan).optimizer_impl
     not_modelled = (
-        (plan.tp > 1, f"tp={plan.tp}"),
+        (plan.tp > 1 and not divided, f"tp={plan.tp}"),
         *own,
         (impl not in ("default", *impls), f"optimizer_impl={impl!r}"),
     )
@@ -566,11 +575,12 @@ def _check_beside_modules(
     kind: str,
     *own: tuple[bool, str, str],
     of_ddp: str = "",
+    usual: object = "none",
 ) -> None:
     """Raise for what has no rule beside an option that changes the modules.
 
     `own`: the option's further rows, of tensor parallelism too: whether it is asked for, what, and what to
-    use; `of_ddp`: what of DDP.
+    use; `of_ddp`: what of DDP; `usual`: the option's default.
     """
     _check_beside_option(
         plan,
@@ -581,6 +591,7 @@ def _check_beside_modules(
         (plan.ddp, f"zero={plan.zero}, dp={plan.dp}{of_ddp}", "zero=2 or 3"),
         (plan.adapters is not None, f"lora_rank={plan.lora_rank}", "all weights"),
         *own,
+        usual=usual,
     )
 
 
@@ -777,6 +788,52 @@ def _check_optimizer_in_backward(model: Model, plan: Plan) -> None:
         ),
         (options.trainer != "none", f"trainer={options.trainer!r}", "trainer='none'"),
         usual=False,
+    )
+
+
+def _check_chunked_loss(model: Model, plan: Plan) -> None:
+    """Raise for torchtitan's loss of a model without a rule, or beside what has none with it.
+
+    Source: torchtitan 0.3.0, torchtitan/components/loss.py (`ChunkedLossWrapper`).
+    """
+    options = torch_options(plan)
+    if options.chunked_loss == CHUNKED_LOSSES[0]:
+        return
+    if not model.chunks_loss or ends_are_tied(model):
+        raise MissingRule(
+            f"chunked_loss={options.chunked_loss!r} has no rule for {model.name} of {model.code}"
+            f"{', whose ends are tied' if model.chunks_loss else ''}; use implementation='torchtitan' of a "
+            "model with an output layer of its own, or leave chunked_loss out.",
+            kind="torchtitan's loss of a model that it has no rule for",
+        )
+    if plan.seq_len % plan.loss_chunks:
+        raise PlanRefused(
+            f"loss_chunks={plan.loss_chunks} does not divide seq_len={plan.seq_len} (ChunkedLossWrapper "
+            f"sequence length must be divisible by num_chunks); use one of {divisors_text(plan.seq_len)}.",
+            kind="chunks of torchtitan's loss that do not divide the sequence",
+        )
+    ends, release = options.fsdp_units == "block+ends" or not plan.fsdp, options.torch_version
+    _check_beside_modules(
+        plan,
+        "chunked_loss",
+        "torchtitan's chunked loss",
+        *_divided_over(plan, ("tp",)),
+        (plan.zero == 2, "zero=2", "zero=3"),
+        (not ends, f"fsdp_units={options.fsdp_units!r}", "fsdp_units='block+ends'"),
+        (
+            plan.autocasts,
+            f"precision={plan.precision!r} under autocast (zero={plan.zero})",
+            "precision='bf16'",
+        ),
+        (plan.formats.loss_scaled, f"precision={plan.precision!r}", "precision='bf16-mixed'"),
+        (options.no_sync, "no_sync=True", "no_sync=False"),
+        (plan.offload, "offload=True", "offload=False"),
+        (options.optimizer_in_backward, "optimizer_in_backward=True", "optimizer_in_backward=False"),
+        (release != "2.13", f"torch_version={release!r}", "torch_version='2.13'"),
+        (compiled_blocks(plan) is not None, "compile='block'", "compile='none'"),
+        (options.float8 != "none", f"float8={options.float8!r}", "float8='none'"),
+        of_ddp=", whose reducer takes one gradient of each weight",
+        usual=CHUNKED_LOSSES[0],
     )
 
 
@@ -1200,7 +1257,7 @@ _FSDP_PRECISIONS: Final = ("fp32", "bf16", "bf16-mixed-reduce-bf16")
 
 _NOT_TOLD: Final = (
     *("static_graph", "gradient_as_bucket_view", "ddp_comm_hook", "compile", "float8", "fsdp_blocks"),
-    *("torch_version", "liger_kernel", "activation_offloading"),
+    *("torch_version", "liger_kernel", "activation_offloading", "chunked_loss"),
 )
 """The options that have no rule beside the Trainer."""
 
@@ -1285,6 +1342,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_float8_all_gather,
     _check_activation_offloading,
     _check_liger,
+    _check_chunked_loss,
     _check_optimizer_in_backward,
     _check_recordings,
     _check_traced,

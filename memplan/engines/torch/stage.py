@@ -46,7 +46,7 @@ from memplan.passes.recorded import divided_inputs
 from memplan.passes.trace import EMPTY, BlockKind, Segment, Trace
 from memplan.plan import Plan, Rank, stage_layers
 from memplan.record import UnitHook
-from memplan.shapes import FP32, INT32, UINT8, Buffer, DType, Kind, Parameter, Shape, buffer_of
+from memplan.shapes import FP32, INT32, INT64, UINT8, Buffer, DType, Kind, Parameter, Shape, buffer_of
 from memplan.tape import HOLD_WHAT_IS_SENT, NCCL, USUAL_BACKENDS, Backend, OpContext
 
 N_POOL_STREAMS: Final = 32
@@ -78,6 +78,10 @@ def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
     if found is not model:
         check_trace(found, plan)
     return found
+
+
+N_TARGETS: Final = "number of targets in the batch"
+"""What torchtitan divides its loss by."""
 
 
 @final
@@ -130,6 +134,7 @@ class Stage(ModelStage):
             loss_chunks=plan.loss_chunks,
             saves_on_cpu=self.options.activation_offloading == "save_on_cpu",
             fuses_loss=self.options.liger_kernel != "none",
+            chunks_head=self.options.chunked_loss == "ChunkedLossWrapper",
             offloads_activations=self.options.activation_offloading == "OffloadActivations",
             torch_release=self.options.release,
             keeps_wide_grads=self.autograd_casts_grads and self.widens_grads,
@@ -625,6 +630,8 @@ class RankStages(QuicklyCopied):
         tokens, *others = self.model.inputs(plan.n_micro_batches * plan.micro_batch, plan.seq_len)
         alive: Alive = Counter([tokens] if self.first or isinstance(self.model, TracedModel) else ())
         alive.update(others)
+        if self.stages[0].op_context.chunks_head:
+            alive[buffer_of(N_TARGETS, (), INT64)] = 1
         if self.trainer is not None:
             alive = Counter(self.trainer.buffers)
         for stage in self:

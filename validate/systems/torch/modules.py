@@ -180,7 +180,8 @@ class Transformer(nn.Module):
     The forward pass maps token ids (first stage) or hidden states to hidden states or, on the last stage,
     logits. `autocast_dtype` runs it under autocast; `recompute` keeps only the input of each of the first
     `recompute_blocks` blocks (None: all), and if selective what `KEPT_OPERATIONS` made of it. `checkpoint` is
-    PyTorch's function, or one around it.
+    PyTorch's function, or one around it. With `skips_output` it ends in the last norm's output, which
+    torchtitan's loss passes through the output layer.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class Transformer(nn.Module):
         self.recompute: Recompute = "none"
         self.recompute_blocks: int | None = None
         self.checkpoint = checkpoint
+        self.skips_output = False
 
     @property
     def tied(self) -> bool:
@@ -245,6 +247,8 @@ class Transformer(nn.Module):
             x = self._recomputed(block, x, *arguments)
         for block in blocks[len(blocks) if n_again is None else n_again :]:
             x = block(x, *arguments)
+        if self.head is not None and self.skips_output:
+            return cast(Tensor, self.head.norm(x))
         return x if self.head is None else cast(Tensor, self.head(x))
 
     def _recomputed(self, block: nn.Module, *arguments: Tensor) -> Tensor:

@@ -131,6 +131,7 @@ def parallel_module(
     before the data axis.
     """
     in_float8(stage, plan)
+    stage.skips_output = torch_options(plan).chunked_loss == "ChunkedLossWrapper"
     if plan.tp > 1 and mesh is not None:
         cut_tensors(stage, plan, at, mesh["tp"])
     if not compile_blocks([stage.blocks], plan):
@@ -308,7 +309,7 @@ def _units(stage: Transformer, plan: Plan) -> Iterator[nn.Module | list[nn.Modul
         yield stage.embedding
     yield from units_of_blocks(list(stage.blocks.values()), plan)
     if ends and stage.head is not None:
-        yield stage.head
+        yield [stage.head.norm, stage.head.output] if stage.skips_output else stage.head
 
 
 def units_of_blocks(blocks: list[nn.Module], plan: Plan) -> Iterator[nn.Module | list[nn.Module]]:

@@ -21,7 +21,8 @@ from memplan import Plan
 from memplan.engines.torch.options import torch_options
 from memplan.models import Decoder
 from memplan.plan import Rank
-from validate.systems.torch.modules import token_loss
+from memplan.tracing.torchtitan_mixtures import BACKEND
+from validate.systems.torch.modules import Transformer, token_loss
 from validate.systems.torch.parallelize import torch_dtype
 
 Passes = Callable[[], float | None]
@@ -81,6 +82,8 @@ def _accumulated(
     module: nn.Module, plan: Plan, scaler: GradScaler, tokens: Tensor, targets: Tensor
 ) -> Passes:
     n = plan.n_micro_batches
+    if torch_options(plan).chunked_loss == "ChunkedLossWrapper":
+        return _by_torchtitan(cast(Transformer, module), plan, tokens.chunk(n), targets.chunk(n))
     micro_batches = list(zip(tokens.chunk(n), targets.chunk(n), strict=True))
 
     def run() -> float:
@@ -89,6 +92,35 @@ def _accumulated(
             with syncing(module, plan, last=i == n - 1), _loss_context(plan):
                 loss = token_loss(module(x), y, chunks=plan.loss_chunks) / n
                 scaler.scale(loss).backward()
+            total += _number(loss)
+            del loss
+        return total
+
+    return run
+
+
+def _by_torchtitan(
+    module: Transformer, plan: Plan, tokens: Sequence[Tensor], targets: Sequence[Tensor]
+) -> Passes:
+    """The passes with torchtitan's own loss, as its trainer calls it; the loss is of this replica's batch.
+
+    Source: torchtitan 0.3.0, torchtitan/trainer.py (`Trainer._forward_backward_body`).
+    """
+    import_module("torchtitan.distributed.utils").set_spmd_backend(BACKEND)
+    losses = import_module("torchtitan.components.loss")
+    config = losses.ChunkedLossWrapper.Config(
+        num_chunks=plan.loss_chunks, loss_fn=losses.CrossEntropyLoss.Config()
+    )
+    loss_of = losses.ChunkedLossWrapper(config)
+    assert module.head is not None
+    loss_of.set_lm_head(module.head.output)
+    n_targets = torch.tensor(sum([y.numel() for y in targets]), device=targets[0].device)
+
+    def run() -> float:
+        total = 0.0
+        for x, y in zip(tokens, targets, strict=True):
+            loss, _ = loss_of(module(x), y, n_targets)
+            loss.backward()
             total += _number(loss)
             del loss
         return total
