@@ -254,7 +254,7 @@ class WindowedDecoder(HuggingFaceDecoder):
         if mask is None:
             return HuggingFaceDecoder.attended(self, q, k, v, kind)
         if k.shape != q.shape:
-            k, v = (repeated_heads(x, self.n_heads, head_major=True) for x in (k, v))
+            k, v = (repeated_heads(x, self.n_heads, head_major=True, copies=False) for x in (k, v))
         return attention(q.tape.cast(q, v.dtype), q.tape.cast(k, v.dtype), v, mask=mask)
 
 

@@ -45,7 +45,7 @@ class TorchtitanLlama(RotaryDecoder):
         v = heads(_product(h, "attention.wv", self.n_kv_heads * self.d_head), self.d_head)
         q, k = rope(q), rope(k)
         if self.n_kv_heads != self.n_heads:
-            k, v = repeated_heads(k, q.shape[2]), repeated_heads(v, q.shape[2])
+            k, v = (repeated_heads(one, q.shape[2], copies=False) for one in (k, v))
         y = attention(q, k, v)
         del h, q, k, v
         return linear(merged_heads(y), "attention.wo", self.d_model, bias=False, split="rows", again=True)

@@ -115,6 +115,19 @@ def is_trace(path: str | os.PathLike[str]) -> bool:
         return False
 
 
+def _recordings(
+    of: "_Reader", known: "_Known", played: Sequence[tuple[str, int]], *, older: bool
+) -> Iterator[tuple[Variant, Recording]]:
+    """Each recording by its variant, checked; `older`: as the first format has them."""
+    for one in of("recordings", list):
+        within = _Reader(one)
+        recording = (_older_recording if older else _recording)(within, known)
+        _check_sums(recording, played, known.parameters)
+        if isinstance(recording.cut, Cut):
+            _check_cut(recording, recording.cut)
+        yield _variant(within("run", list)), recording
+
+
 def _model(data: Any) -> TracedModel:
     if not isinstance(data, dict) or data.get("format") not in FORMATS:
         raise InvalidValue(
@@ -142,15 +155,7 @@ def _model(data: Any) -> TracedModel:
     )
     asked = of("asked", dict | None)
     played = _played([one for one in layers if of_kind[one.kind].role != "idle"])
-    recordings = {}
-    for one in of("recordings", list):
-        within = _Reader(one)
-        read = _older_recording if data["format"] == FORMATS[0] else _recording
-        recording = read(within, known)
-        _check_sums(recording, played, names)
-        if isinstance(recording.cut, Cut):
-            _check_cut(recording, recording.cut)
-        recordings[_variant(within("run", list))] = recording
+    recordings = dict(_recordings(of, known, played, older=data["format"] == FORMATS[0]))
     if not recordings:
         raise _wrong("recordings is empty")
     return TracedModel(

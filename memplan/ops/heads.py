@@ -5,6 +5,7 @@ Queries, keys and values are (batch, seq, heads, d_head). Batched products need 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from memplan.ops.dims import BY_FEATURE, dims, divided
 from memplan.placements import WHOLE
@@ -98,10 +99,12 @@ def merged_heads(x: Tensor) -> Tensor:
     return token_major(x).view(batch, seq, n_heads * d_head)
 
 
-def repeated_heads(x: Tensor, n_heads: int, *, head_major: bool = False) -> Tensor:
+def repeated_heads(x: Tensor, n_heads: int, *, head_major: bool = False, copies: bool = True) -> Tensor:
     """Keys or values copied once per query head; the copies' gradients are summed.
 
-    Source: torch:repeat_interleave.
+    Without `copies`, by `expand` and `reshape`: a single head is not copied, but seen by all query heads.
+
+    Source: torch:repeat_interleave; aten/src/ATen/TensorUtils.cpp (`computeStride`).
     """
     tape, shape, dtype = x.tape, x.shape, x.dtype
     batch, seq, n_kv_heads, d_head = dims(x, "repeated heads", *DIMS, allowed=BY_FEATURE)
@@ -111,6 +114,8 @@ def repeated_heads(x: Tensor, n_heads: int, *, head_major: bool = False) -> Tens
         return (grad.tape.new("grad", shape, dtype, head_major=head_major and min(shape[1:3]) > 1),)
 
     node = tape.node((x.node,), (), backward)
+    if n_kv_heads == 1 and not copies:
+        return replace(x, shape=(batch, seq, n_heads, d_head), node=node, is_view=True)
     return x.new("repeated heads", (batch, seq, n_heads, d_head), dtype, node, head_major=head_major)
 
 

@@ -168,6 +168,7 @@ SHARDED_AT_TRUE_SIZE: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
     ("qwen3-8b", "huggingface", {"dp": 32, "dp_replicate": 2, "recompute": "full", **MUON, "zero": 2}),
     ("llama-3-8b", "torchtitan", {"tp": 2, "precision": "bf16", "recompute": "full", **MUON, "zero": 0}),
     ("llama-3-8b", "torchtitan", {"tp": 8, "precision": "bf16", "recompute": "full", **MUON, **SEQUENCES}),
+    ("llama-3-8b", "torchtitan", {"tp": 8, "precision": "bf16", **MUON, **SEQUENCES}),
     ("llama-3-8b", "reference", {"tp": 4, "recompute": "full", **MUON, **SEQUENCES}),
     ("llama-3-8b", "torchtitan", {"optimizer": "adamw-fp8-torchao", "dp": 8, "zero": 3}),
     ("llama-3-8b", "huggingface", {"optimizer": "adamw-torchao", "dp": 8, "zero": 3, "precision": "bf16"}),
