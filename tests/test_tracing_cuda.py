@@ -362,6 +362,12 @@ def test_a_number_read_from_a_constant_on_the_gpu_is_known():
     assert of_the_sum(halved, torch.zeros(2, 2), precisions=["fp32"]).device == "cuda"
 
 
+def test_what_the_host_computes_takes_no_memory_of_the_gpu():
+    """Sums were refused with a wrong sentence, and what CUB finds on a GPU was said to be found there."""
+    scaled = Adding(lambda y: y * int(torch.unique_consecutive(torch.arange(4)).sum()))
+    assert of_the_sum(scaled, torch.zeros(2, 2), precisions=["fp32"]).device == "cuda"
+
+
 def test_an_empty_cache_of_keys_is_traced_for_cuda(tmp_path):
     """As transformers' `DynamicCache` begins: `torch.tensor([], device=...)`."""
     joined = Adding(lambda y: torch.cat([torch.tensor([], dtype=y.dtype, device=y.device), y]))

@@ -223,8 +223,7 @@ def _inputs_of(task: str, module: Any, cp: int) -> "Inputs":
         inputs = _image_and_text(module, length) if task == WITH_IMAGES else TASKS[task](settings, length)
     except AttributeError as missing:
         raise MissingRule(
-            f"{settings.model_type} is called with inputs that are not made from a config.json ({missing}); "
-            f"{ITSELF}",
+            f"a config.json does not say what {type(module).__name__} is called with ({missing}); {ITSELF}",
             kind="a class of transformers whose inputs a config.json does not say",
         ) from missing
     return as_trainer_divides(inputs) if cp > 1 and task == "CAUSAL_LM" else inputs
@@ -281,10 +280,9 @@ def _class_of(kind: str, architecture: str | None) -> tuple[str, str]:
     if architecture not in known:
         its_class = getattr(import_module("transformers"), architecture or "", None)
         if getattr(getattr(its_class, "config_class", None), "model_type", None) == kind:
-            others = f"those of {', '.join(known)} are" if known else "none are"
+            others = f"name {' or '.join(known)} in architectures, or " if known else ""
             raise MissingRule(
-                f"{architecture} is called with inputs that are not made from a config.json (of {kind} "
-                f"{others}); {ITSELF}",
+                f"a config.json does not say what {architecture} is called with; {others}{ITSELF}",
                 kind="a class of transformers whose inputs a config.json does not say",
             )
         traced = f"Known: {', '.join(known)};" if known else f"No {kind} is traced from a config.json;"

@@ -412,10 +412,12 @@ class Recorder(ShapesMode):
         return tuple([one for one in tensors(out) if one.device.type == self.device.type])
 
     def _taken(self, operation: Operation, results: Sequence[Tensor], out: Any) -> Taken:
-        """What a simulated operation takes beside its results."""
+        """What a simulated operation takes beside its results; nothing where these are on the host."""
         func, args, kwargs = operation.func, operation.args, operation.kwargs
-        kernel = kernel_called(func, args, kwargs, results) if self.device.type == "cuda" else None
-        scratch = () if kernel is not None else scratch_of(func, args, results, self.device)
+        kernel = (
+            kernel_called(func, args, kwargs, results) if results and self.device.type == "cuda" else None
+        )
+        scratch = scratch_of(func, args, results, self.device) if results and kernel is None else ()
         return Taken(kernel, scratch, computed_of(func, args, kwargs, results, out))
 
     def note_fallback(self, said: str) -> None:
