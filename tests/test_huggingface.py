@@ -548,7 +548,10 @@ def test_masks_of_a_window_are_there_for_sequences_that_reach_it(read, seq_len, 
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"model_type": "detr", "architectures": ["DetrForObjectDetection"]}, "DetrForObjectDetection is called with; trace the module itself"),
+        (
+            {"model_type": "detr", "architectures": ["DetrForObjectDetection"]},
+            "DetrForObjectDetection is called with; trace the module itself",
+        ),
         (
             {"model_type": "beit", "architectures": ["BeitForMaskedImageModeling"]},
             "is called with; name BeitForImageClassification or .* in architectures, or trace the",

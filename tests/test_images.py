@@ -10,7 +10,6 @@ import memplan
 from memplan.device import H100
 from memplan.errors import MissingRule, PlanRefused
 from memplan.models import TracedModel
-from memplan.models.trace_from_json import model_from_trace
 from memplan.ops.kernel_calls import kernel_events
 from memplan.record import Alloc
 from memplan.shapes import BF16, Buffer
@@ -93,16 +92,3 @@ def test_masks_take_what_pytorch_allocates(n, scan):
         "masked_scatter", (n, 1), BF16, [Buffer("y", (n,), BF16, 0, "temporaries")], OpContext(device=H100)
     )
     assert [event.buffer.n_bytes for event in made if isinstance(event, Alloc)] == [2 * n, 8 * n, n, scan]
-
-
-def test_keys_and_values_that_an_output_holds_are_freed_in_every_block(tmp_path):
-    """Under autocast the cache alone holds them, up to the loss; 12 layers are played by their first four."""
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=176, num_hidden_layers=12, num_attention_heads=4, vocab_size=320
-    )
-    assert config.use_cache
-    ids = torch.ones(2, 64, dtype=torch.int64)
-    module = transformers.LlamaForCausalLM(config)
-    found = memplan.trace(module, {"input_ids": ids, "labels": ids}, device="cpu", precisions=["bf16-mixed"])
-    found.save(tmp_path / "trace.json")
-    assert model_from_trace(tmp_path / "trace.json") == found  # refused if not all of them are freed

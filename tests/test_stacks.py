@@ -12,6 +12,7 @@ from memplan import MissingRule, TracedModel
 from memplan.engines.options import plan_of
 from memplan.errors import MemplanError
 from memplan.models.trace_from_json import model_from_trace
+from memplan.tracing import tracer
 from validate.cases import Case, architecture_traces, shipped_trace
 from validate.judge import References, judged
 from validate.systems.torch.architectures import small_module
@@ -257,3 +258,27 @@ def test_the_blocks_of_architectures_are_what_accelerate_wraps():
             others.add(name)
     assert checked > 80
     assert others == {*NESTED, *CALLED_AGAIN, *[f"hf-causal-{kind}" for kind in TIED_ENDS]}
+
+
+def cached_llama() -> tuple[Any, dict[str, Any]]:
+    """A module that hands out its cache of keys and values, which transformers' default makes, and inputs."""
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=176, num_hidden_layers=12, num_attention_heads=4, vocab_size=320
+    )
+    assert config.use_cache
+    ids = torch.ones(2, 64, dtype=torch.int64)
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def test_keys_and_values_that_an_output_holds_are_freed_in_every_block(tmp_path):
+    """Under autocast the cache alone holds them, up to the loss; 12 layers are played by their first four."""
+    found = memplan.trace(*cached_llama(), device="cpu", precisions=["fp32", "bf16-mixed"])
+    found.save(tmp_path / "trace.json")
+    assert model_from_trace(tmp_path / "trace.json") == found  # refused if not all of them are freed
+
+
+def test_a_trace_that_does_not_free_what_it_allocates_is_refused(monkeypatch):
+    monkeypatch.setattr(tracer, "_frees_in_one", lambda _: False)
+    with pytest.raises(MissingRule, match=r"nothing frees '.*self_attn: cat'"):
+        memplan.trace(*cached_llama(), device="cpu", precisions=["fp32", "bf16-mixed"])

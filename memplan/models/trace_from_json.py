@@ -530,6 +530,18 @@ def _played(layers: Sequence[Layers]) -> list[tuple[str, int]]:
     return order
 
 
+def check_balance(model: TracedModel) -> None:
+    """Raise unless each recording frees what it allocates, but for the gradients of what is trained.
+
+    Raises:
+        InvalidValue: names a buffer or a parameter for which that does not hold.
+    """
+    played = _played([one for one in model.layers if model.role(one.kind) != "idle"])
+    trained = {one.name for one, _ in model.parameters if one.requires_grad}
+    for recording in model.recordings.values():
+        _check_sums(recording, played, trained)
+
+
 def _check_sums(recording: Recording, played: Sequence[tuple[str, int]], trained: set[str]) -> None:
     """Raise for a buffer that is freed before it is allocated, or never freed although it is no gradient.
 

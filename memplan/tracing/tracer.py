@@ -47,6 +47,7 @@ from memplan.models.recording import (
     TracedTensor,
     Variant,
 )
+from memplan.models.trace_from_json import check_balance
 from memplan.models.traced import TracedModel, modules_with
 from memplan.record import HookKind
 from memplan.tracing.autotp import communicating, divided_shape
@@ -266,7 +267,16 @@ def traced(
             for place in dict.fromkeys(cp_ranks)
         ]
     recordings = {run: own for one in found for run, own in one.recordings.items()}
-    return replace(found[0], recordings=recordings)
+    model = replace(found[0], recordings=recordings)
+    try:
+        check_balance(model)
+    except InvalidValue as error:
+        raise MissingRule(
+            f"{model.name} does something in its passes that no trace says ({error.args[0]}); trace it with "
+            "other inputs, or without what hands tensors on from block to block.",
+            kind="a module whose trace does not free what it allocates",
+        ) from error
+    return model
 
 
 def _traced(
