@@ -280,9 +280,10 @@ def _class_of(kind: str, architecture: str | None) -> tuple[str, str]:
     if architecture not in known:
         its_class = getattr(import_module("transformers"), architecture or "", None)
         if getattr(getattr(its_class, "config_class", None), "model_type", None) == kind:
-            others = f"name {' or '.join(known)} in architectures, or " if known else ""
+            others = [name for name, task in known.items() if task != WITH_IMAGES]
+            instead = f"name {' or '.join(others)} in architectures, or " if others else ""
             raise MissingRule(
-                f"a config.json does not say what {architecture} is called with; {others}{ITSELF}",
+                f"a config.json does not say what {architecture} is called with; {instead}{ITSELF}",
                 kind="a class of transformers whose inputs a config.json does not say",
             )
         traced = f"Known: {', '.join(known)};" if known else f"No {kind} is traced from a config.json;"
