@@ -91,7 +91,7 @@ def communicating(ranks: Any) -> Iterator[None]:
 
 @final
 class _Backend:
-    """What of `deepspeed.comm.torch:TorchBackend` AutoTP's layers call."""
+    """The part of `TorchBackend` (deepspeed.comm.torch) that AutoTP's layers call."""
 
     get_rank = staticmethod(dist.get_rank)
     get_world_size = staticmethod(dist.get_world_size)
