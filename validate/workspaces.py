@@ -39,13 +39,15 @@ def asked_of_cudnn(model: TracedModel) -> TracedModel:
     """The model with the workspaces of its convolutions on `GPUS`, for `BATCHES`.
 
     Raises:
-        InvalidValue: it was traced with another release of PyTorch, or has sequences.
+        InvalidValue: it was traced with another release of PyTorch, or convolves along a sequence.
         NoGpuUnavailable: without a CUDA build of PyTorch or a compiler.
     """
     release = f"torch {torch.__version__.partition('+')[0]}"
-    if model.has_sequence or not f"{model.made_with},".startswith(f"{release},"):
-        raise InvalidValue(f"{model.name} was traced with {model.made_with}, and this is {release}.")
     convolutions = list(dict.fromkeys(_convolutions(model)))
+    if any(term.seq_power for one in convolutions for size in one.shape for term in size):
+        raise InvalidValue(f"{model.name} has convolutions along a sequence, of any length.")
+    if not f"{model.made_with},".startswith(f"{release},"):
+        raise InvalidValue(f"{model.name} was traced with {model.made_with}, and this is {release}.")
     runs = {}
     for name in GPUS:
         questions = [
