@@ -26,6 +26,7 @@ SUITES: Final = {
     "float8": "linears in float8 by torchao",
     "optimizers": "optimizers of PyTorch, transformers, torchao and bitsandbytes, and in the backward pass",
     "losses": "Liger's fused linear cross-entropy",
+    "chunked-loss": "torchtitan's loss in chunks, which pass through the output layer one by one",
     "no-sync": "FSDP2 that accumulates whole gradients",
     "offloading": "inputs of recomputed blocks on the host",
     "trainers": "transformers' Trainer, alone, under DDP and FSDP",
