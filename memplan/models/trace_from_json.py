@@ -115,14 +115,11 @@ def is_trace(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _recordings(
-    of: "_Reader", known: "_Known", played: Sequence[tuple[str, int]], *, older: bool
-) -> Iterator[tuple[Variant, Recording]]:
-    """Each recording by its variant, checked; `older`: as the first format has them."""
+def _recordings(of: "_Reader", known: "_Known", *, older: bool) -> Iterator[tuple[Variant, Recording]]:
+    """Each recording by its variant; `older`: as the first format has them."""
     for one in of("recordings", list):
         within = _Reader(one)
         recording = (_older_recording if older else _recording)(within, known)
-        _check_sums(recording, played, known.parameters)
         if isinstance(recording.cut, Cut):
             _check_cut(recording, recording.cut)
         yield _variant(within("run", list)), recording
@@ -154,11 +151,10 @@ def _model(data: Any) -> TracedModel:
         mesh,
     )
     asked = of("asked", dict | None)
-    played = _played([one for one in layers if of_kind[one.kind].role != "idle"])
-    recordings = dict(_recordings(of, known, played, older=data["format"] == FORMATS[0]))
+    recordings = dict(_recordings(of, known, older=data["format"] == FORMATS[0]))
     if not recordings:
         raise _wrong("recordings is empty")
-    return TracedModel(
+    model = TracedModel(
         name=of("name", str) or "traced",
         device=device,
         made_with=of("made_with", str),
@@ -181,6 +177,8 @@ def _model(data: Any) -> TracedModel:
         recordings=recordings,
         **tensors,
     )
+    check_balance(model)
+    return model
 
 
 def _mesh(of: "_Reader") -> dict[Group, int]:

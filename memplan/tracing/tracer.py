@@ -311,7 +311,7 @@ def _traced(
         if mesh:
             divides = parallelize or own_plan(example.module, mesh)
             module, own = stack.enter_context(divided(example.module, mesh, divides, runs_on, cp_rank))
-            context = Context(own["cp"], cp_rank, of_deepspeed) if "cp" in mesh else None
+            context = Context(own["cp"], cp_rank) if "cp" in mesh else None
             if of_deepspeed and context is None:
                 stack.enter_context(communicating(own["tp"]))
             ranks = Ranks(mesh, axes_of(own, mesh), played, context, of_deepspeed)
@@ -444,17 +444,16 @@ class _Finer(Exception):
 
 
 class Context(NamedTuple):
-    """The context-parallel ranks, and the place of the one that runs; `of_deepspeed`: Ulysses'."""
+    """The context-parallel ranks, and the place of the one that runs."""
 
     ranks: DeviceMesh
     cp_rank: int
-    of_deepspeed: bool
 
     def dividing(
         self, module: nn.Module, sequences: Sequence[Tensor], rotate: str
     ) -> AbstractContextManager[Any]:
         """A block in which a module runs on its own pieces of these sequences."""
-        if self.of_deepspeed:
+        if rotate == ULYSSES:
             return exchanging_heads(module, self.ranks)
         return divided_sequences(self.ranks, sequences, rotate)
 
