@@ -19,6 +19,7 @@ from memplan.engines.checks import check_plan
 from memplan.errors import InvalidValue, PlanRefused, UnknownName
 from memplan.estimate import Estimate, estimate_plan
 from memplan.hardware import VERDICTS, outside_allocator
+from memplan.models import resolve
 from memplan.passes.trace import traced
 from memplan.plan import RECOMPUTES
 from memplan.schedules import SCHEDULES
@@ -40,6 +41,7 @@ LLAMA = Llama(
 GPT = Gpt(name="small gpt", n_layers=3, d_model=64, n_heads=4, d_ff=128, vocab_size=256, max_seq_len=64)
 # Like these, but of bytes that count beside CUDA's context and NCCL's buffers.
 LARGER = replace(LLAMA, d_model=2048, d_head=128, n_heads=16, d_ff=5120, vocab_size=32000, max_seq_len=1024)
+DEEP = replace(LARGER, n_layers=10)  # more stages on a rank than a schedule keeps gathered
 LARGER_GPT = replace(GPT, d_model=2048, d_head=128, n_heads=16, n_kv_heads=16, d_ff=8192, vocab_size=32000)
 
 
@@ -260,7 +262,7 @@ def test_what_is_found_is_what_estimating_every_plan_finds(
 
 @settings(deadline=None, max_examples=25)
 @given(
-    model=st.sampled_from((LLAMA, GPT, replace(LLAMA, tied_head=True))),
+    model=st.sampled_from((LLAMA, GPT, DEEP, replace(LLAMA, tied_head=True))),
     cluster=st.sampled_from(("4xh100-sxm", "6xa100-40-sxm", "6xcpu", "16xh100-sxm")),
     global_batch=st.sampled_from((8, 12, 48)),
     precision=st.sampled_from(("bf16-mixed", "fp32", "bf16")),
@@ -307,6 +309,31 @@ def test_no_plan_is_better_than_its_bounds(
             step_s = replace(estimated, time_model=time_model).step_s
             assert np.broadcast_to(seconds, grid.shape).flat[place] <= (inf if step_s is None else step_s)
         assert np.broadcast_to(memory, grid.shape).flat[place] <= estimated.worst.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "cluster, asked",
+    [
+        ("8xh100-sxm", {"pp": 2, "tp": 2, "virtual_stages": 8, "micro_batch": 1, "seq_len": 512}),
+        ("64xh100-sxm", {"pp": 4, "tp": 8, "virtual_stages": 1, "micro_batch": 8, "seq_len": 2048}),
+    ],
+)
+def test_no_pipeline_under_fsdp2_holds_less_than_its_bound(cluster: str, asked: dict[str, int]):
+    """Nor one with more stages on a rank than are gathered, nor one that waits for the embedding's output."""
+    where, llama = memplan.cluster(cluster), resolve("llama-3-70b")
+    (base,) = bases(global_batch=64, seq_len=asked["seq_len"])
+    fields = {name: (value,) for name, value in asked.items() if name != "seq_len"} | {"dp": (2,)}
+    schedule = "1f1b" if asked["virtual_stages"] == 1 else "interleaved-1f1b"
+    space = Space(
+        model=llama, n_gpus=where.n_gpus, base=base, ranges=fields | {"zero": (2, 3), "schedule": (schedule,)}
+    )
+    n_plans = 0
+    for grid in [ruled.running for ruled in space.grids() if len(ruled.running)]:
+        memory, _ = bounds(llama, grid, where, Measured())
+        for place, least in enumerate(np.broadcast_to(memory, grid.shape).flat):
+            assert least <= estimate_plan(llama, grid.plan(place), where).worst.peak_bytes
+            n_plans += 1
+    assert n_plans >= 24
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=60), st.integers(1, 20))

@@ -177,6 +177,7 @@ class DataParallelism:
         unsharded_bytes: gathered weights that live from the first forward pass to the last backward pass.
         grads_bytes: gradients when every stage has had a backward pass; 0 if they are kept between steps.
         reduced_bytes: held for each element of a block while its gradients are reduced, if others precede it.
+        ended_bytes: held for each element of a pipeline's stage when its last backward pass ends.
         updated_bytes: the weights that the rank's optimizer updates.
     """
 
@@ -189,6 +190,7 @@ class DataParallelism:
     grads_bytes: Any
     updated_bytes: Any
     reduced_bytes: Any = 0.0
+    ended_bytes: Any = 0.0
 
 
 class Engine(ABC):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from memplan.engines.base import Costs, PartCosts, WireBytes
 from memplan.passes.trace import Block, Segment, Trace
-from memplan.record import Collective, Compute
+from memplan.record import Collective, Compute, frees
 from memplan.shapes import Parameter
 
 
@@ -44,7 +44,8 @@ def part_costs(
     def block_costs(block: Block, computing: Segment) -> Costs:
         return costs(block.parameters, (block.forward, block.casts), block.backward, [computing])
 
-    embedding = trace.embed, trace.embed_casts
+    freed = Segment(frees(*trace.in_flight))
+    embedding = trace.embed, trace.embed_casts, freed
     head = trace.head, trace.head_casts, trace.loss
     return PartCosts(
         embedding=costs(trace.embed_parameters, embedding, trace.embed_backward, embedding),

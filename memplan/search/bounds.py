@@ -9,7 +9,8 @@ convex in the work. The last rank begins once a micro-batch has passed the stage
 its last backward pass these have theirs to come, and the first rank its update. So has the last stage, before
 and after its own passes. Memory: the first rank of a
 pipeline holds its weights, its optimizer state, its receive buffers and what the forward passes before its
-first backward pass have saved; and once all its stages have had a backward pass, gradients too.
+first backward pass have saved; and once all its stages have had a backward pass, gradients too. When a
+stage's last backward pass ends, FSDP2 in a pipeline holds the stage's weights and gradients unsharded.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -95,6 +96,11 @@ class _Pipeline:
     def first(self) -> Sequence[int]:
         """The first rank's stages."""
         return self.plan.stages_of(0)
+
+    @property
+    def middle(self) -> Sequence[int]:
+        """The stages of the rank in the middle, whose blocks are no fewer than most ranks'."""
+        return self.plan.stages_of(self.plan.pp // 2)
 
     @property
     def last(self) -> Sequence[int]:
@@ -285,8 +291,12 @@ class _Plans:
     @property
     def elements_on_first_rank(self) -> Any:
         """Elements of the weights of the first rank of each cell's pipeline, as a tensor rank has them."""
+        return self.elements_on(lambda pipeline: pipeline.first)
+
+    def elements_on(self, stages_of: _StagesOf) -> Any:
+        """Elements of the weights of some stages of each cell's pipeline, as a tensor rank has them."""
         own: list[Part] = [*ENDS, *(block for _, block, _ in self.runs)]
-        held = self.numbers(lambda pipeline: pipeline.first)
+        held = self.numbers(stages_of)
         return sum([held[part] * self.elements(part) for part in own])
 
     def numbers(self, stages_of: _StagesOf) -> dict[Part, Any]:
@@ -491,7 +501,7 @@ def _has_rates(plans: _Plans, cluster: Cluster, time_model: Priced) -> NDArray[n
 
 
 def _least_bytes(plans: _Plans) -> Bytes:
-    """A lower bound of the peak of each plan's first rank: the worst of three instants."""
+    """A lower bound of each plan's peak: the worst of three instants of the first rank, one of another."""
     elements = plans.elements_on_first_rank
     data = plans.data_parallelism(elements)
     saved_bytes = {part: plans.saved_bytes(part) for part in plans.pipelines[0].numbers}
@@ -506,8 +516,16 @@ def _least_bytes(plans: _Plans) -> Bytes:
     held = reduce(np.maximum, [at_first, with_grads, reduced])
     received_bytes = plans.for_micro_batch(lambda costs: costs.received_bytes)
     received = plans.m * plans.of_pipelines(lambda one: one.n_neighbours) * received_bytes
-    found: Bytes = np.floor((data.states_bytes + received + held) * (1 - ROUNDING))
+    first = data.states_bytes + received + held
+    found: Bytes = np.floor(np.maximum(first, _ended_bytes(plans)) * (1 - ROUNDING))
     return found
+
+
+def _ended_bytes(plans: _Plans) -> Any:
+    """What the rank in the middle of a pipeline holds when its first stage's last backward pass has ended."""
+    data = plans.data_parallelism(plans.elements_on(lambda pipeline: pipeline.middle))
+    elements = plans.elements_on(lambda pipeline: pipeline.middle[:1])
+    return np.where(data.ended_bytes > 0, data.states_bytes + data.ended_bytes * elements, 0.0)
 
 
 def _reduced_bytes(plans: _Plans, data: DataParallelism, saved_bytes: Mapping[Part, Any]) -> Any:

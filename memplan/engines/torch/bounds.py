@@ -9,6 +9,7 @@ import numpy as np
 
 from memplan.engines.base import DataParallelism
 from memplan.engines.torch.options import torch_options
+from memplan.engines.torch.orders import MOST_ACTIVE_STAGES
 from memplan.plan import Plan
 
 
@@ -52,10 +53,13 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
     reduced = n_reductions * elements * formats.reduce.itemsize
     part = part * (plan.ep == 1)  # experts are sharded between fewer ranks, and send less
     weights = elements * formats.stored.itemsize / n
+    keeps_gathered = (plan.zero == 2) & (n > 1) & (plan.virtual_stages <= MOST_ACTIVE_STAGES)
     keeps_no_grads = plan.offload or options.optimizer_in_backward
     grads = 0.0 if keeps_no_grads else elements * formats.accumulate.itemsize / n
     unsharded_grads = elements * formats.reduce.itemsize
     by_block = options.fsdp_version == 2 and options.fsdp_units != "model" and options.fsdp_blocks == 1
+    # A pipeline's schedule neither reshards nor reduces before a stage's last backward pass has ended.
+    whole = formats.gather.itemsize + formats.reduce.itemsize
     # Gradients, their copy that is reduced, and the weights of the block before, which are there already.
     copied = formats.gather.itemsize * (1 + (plan.zero == 3)) + formats.reduce.itemsize
     return DataParallelism(
@@ -67,8 +71,9 @@ def _fully_sharded(plan: Plan, elements: Any, block_elements: Any, single_stage:
         gathers={plan.shard_group: gathered * formats.gather.itemsize * part},
         reducing=np.where(pp == 1, 1 / m if options.no_sync else 1.0, 0.0),
         updated_bytes=weights,
-        unsharded_bytes=np.where((plan.zero == 2) & (n > 1), elements * formats.gather.itemsize, 0.0),
+        unsharded_bytes=np.where(keeps_gathered, elements * formats.gather.itemsize, 0.0),
         states_bytes=0.0 if plan.offload else (1 + plan.kept.least_share) * weights,
         grads_bytes=np.where(pp > 1, unsharded_grads, grads) if options.set_to_none else 0.0,
         reduced_bytes=np.where((pp == 1) & (n > 1) & (plan.ep == 1), copied, 0) if by_block else 0.0,
+        ended_bytes=np.where((pp > 1) & (n > 1), whole, 0) if options.fsdp_version == 2 else 0.0,
     )
