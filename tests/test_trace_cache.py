@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,23 @@ def test_processes_that_write_one_entry_at_once_leave_it_whole(kept, tmp_path, t
     assert found() == traced
     assert not kept
     assert len(entries(tmp_path)) == 1
+
+
+def test_traces_that_are_missing_are_made_at_once_in_other_processes(monkeypatch, tmp_path, cache_entry):
+    """What the caller then asks for is there, but for what cannot be traced."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_entry", cache_entry)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+
+    def asked(n_heads):
+        values = VALUES | {"num_attention_heads": n_heads}
+        return cache.traced_from_config(Config(values), "tiny", "cuda", ("bf16",), cache=True)
+
+    cache._kept.cache_clear()
+    cache.trace_at_once([partial(asked, n_heads) for n_heads in (1, 2, "none")])
+    assert len(entries(tmp_path)) == 2
+    monkeypatch.setattr(cache, "_traced", None)
+    assert asked(1).name == asked(2).name == "tiny"
 
 
 def test_a_trace_is_told_and_shown_on_a_terminal_for_as_long_as_it_takes(tmp_path, caplog):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby, product
 from math import gcd, prod
 from typing import Any, Final, NamedTuple, final
@@ -21,6 +21,7 @@ from memplan.plan import RECOMPUTES, Plan
 from memplan.schedules import SCHEDULES
 from memplan.search.plans import Column, Grid, number_of, with_ranks
 from memplan.search.rules import NOT_REFUSED, Choices, Rules
+from memplan.tracing.cache import trace_at_once
 
 MOST_CELLS: Final = 2**17
 """Cells of a batch of grids, about."""
@@ -159,12 +160,17 @@ class Space:
             return {}
         sizes, found = self.model.sizes_over_tp.values(), {}
         meshes = {_divided_by(mesh): mesh for mesh in self._meshes(self._within_node())}
-        for degrees, mesh in meshes.items():
-            if not any(size % mesh.sizes["tp"] for size in sizes):
-                try:
-                    engine.divided(self.model, self.base, mesh.dividing, self.device)
-                except MemplanError as error:
-                    found[degrees] = str(error)
+        asked = {
+            degrees: partial(engine.divided, self.model, self.base, mesh.dividing, self.device)
+            for degrees, mesh in meshes.items()
+            if not any(size % mesh.sizes["tp"] for size in sizes)
+        }
+        trace_at_once(asked.values())
+        for degrees, divided in asked.items():
+            try:
+                divided()
+            except MemplanError as error:
+                found[degrees] = str(error)
         return found
 
     def left_out(self) -> Iterator[str]:

@@ -10,14 +10,18 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import DEVNULL, run
 from tempfile import mkstemp
 from time import monotonic
 from typing import Any, Final, NamedTuple
@@ -43,6 +47,14 @@ MOST_BYTES: Final = 256 * 1024**2
 
 LOGGER: Final = logging.getLogger("memplan.tracing")
 """Told when a trace begins and when it ends; the command line shows it on a terminal."""
+
+BESIDE: Final = f"""
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+asked = pickle.load(sys.stdin.buffer)
+sys.modules["{__name__}"]._kept(asked)
+"""
+"""What another process runs: it reads where modules are, then a `Request`, and makes its entry."""
 
 PACKAGES: Final = ("torch", "transformers", "peft", "torchao", "torchtitan", "deepspeed")
 """The packages whose code is traced."""
@@ -80,10 +92,49 @@ class Request(NamedTuple):
     compiles: Compiles | None = None
 
 
+class NotKept(MemplanError):
+    """Raised for a trace that is not in the cache, while `trace_at_once` asks which are not."""
+
+
+def trace_at_once(ask: Iterable[Callable[[], object]]) -> None:
+    """Make the traces that several calls ask for and the cache lacks, each in a process of its own.
+
+    Errors of a trace are left to the call that needs it.
+    """
+    asked: dict[Request, None] = {}
+    token = _MISSING.set(asked)
+    try:
+        for each in ask:
+            with suppress(MemplanError):
+                each()
+    finally:
+        _MISSING.reset(token)
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if min(len(asked), n_cores) < 2:
+        return
+    what = f"{next(iter(asked)).name} over {len(asked)} meshes"
+    with told(what, next(iter(asked)).device), ThreadPoolExecutor(n_cores) as threads:
+        list(threads.map(_trace_beside, asked))
+
+
+def _trace_beside(asked: Request) -> None:
+    """Make the entry of a trace in another process."""
+    said = pickle.dumps(sys.path) + pickle.dumps(asked)
+    run([sys.executable, "-c", BESIDE], input=said, stdout=DEVNULL, stderr=DEVNULL, check=False)
+
+
+_MISSING: Final[ContextVar[dict[Request, None] | None]] = ContextVar("_MISSING", default=None)
+"""Where traces that the cache lacks are noted instead of made, while `trace_at_once` asks for them."""
+
+
 @lru_cache(maxsize=64)
 def _kept(asked: Request) -> TracedModel:
     file = _entry(asked)
     found = None if file is None else _read(file)
+    if found is None and (missing := _MISSING.get()) is not None:
+        if file is not None:
+            missing[asked] = None
+        raise NotKept(f"{asked.name} is not traced yet.")
     if found is None:
         found = _traced(asked)
         if file is not None:
