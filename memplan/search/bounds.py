@@ -27,7 +27,7 @@ from memplan.device import Device
 from memplan.engines.base import ENGINES, Costs, DataParallelism, PartCosts
 from memplan.hardware import Cluster
 from memplan.mesh import DIVIDING, HOST, Group, with_several
-from memplan.models import Layers, Model, divided, of_length
+from memplan.models import Layers, Model, divided, of_sizes
 from memplan.orders import Stages
 from memplan.plan import RECOMPUTES, Plan, stage_layers, unchecked
 from memplan.schedules import SCHEDULES, Schedule, first_under_way
@@ -344,7 +344,7 @@ def _by_division(model: Model, grid: Grid, device: Device) -> Iterator[tuple[Mod
     for each in np.unique(degrees, axis=1).T:
         mesh = with_several(**dict(zip(DIVIDING, each.tolist(), strict=True)))
         own = divided(model, mesh, device.type, grid.base.precision, grid.base.adapters)
-        own = of_length(own, grid.base.seq_len, device.type, grid.base.precision)
+        own = of_sizes(own, grid.base.micro_batch, grid.base.seq_len, device.type, grid.base.precision)
         yield own, (degrees == each[:, None]).all(axis=0)
 
 
