@@ -116,3 +116,13 @@ def test_more_different_elements_than_were_looked_at_are_refused():
         MissingRule, match="unique_consecutive of 200000 int32 on CUDA takes memory that only"
     ):
         kernel_events("unique", (200_000,), INT32, made, OpContext(device=H100))
+
+
+def test_a_search_traces_each_micro_batch(qwen):
+    found = memplan.search(qwen, cluster="2xh100-sxm", global_batch=4, seq_len=96, precision="bf16")
+    best = found[(found.zero == 0) & (found.recompute == "none") & found.peak_bytes.notna()]
+    assert {1, 2} == {*best.micro_batch}
+    for _, row in best.iterrows():
+        plan: dict[str, Any] = {"dp": 2, "precision": "bf16", "seq_len": 96, "global_batch": 4}
+        own = memplan.estimate(qwen, **plan, micro_batch=row.micro_batch)
+        assert row.peak_bytes == own.worst.peak_bytes
