@@ -34,7 +34,7 @@ from memplan.models import (
     implemented,
     is_of_transformers,
     model_dict,
-    of_length,
+    of_sizes,
     parameter_count,
     resolve,
 )
@@ -964,7 +964,7 @@ def estimate_plan(
     if device is None and cluster is None and isinstance(model, TracedModel):
         device = model.device
     runs_on = _checked_device(device, cluster)
-    model = of_length(model, plan.seq_len, runs_on.type, plan.precision)
+    model = of_sizes(model, plan.micro_batch, plan.seq_len, runs_on.type, plan.precision)
     check_plan(model, plan, runs_on)
     if cluster is not None and plan.world_size != cluster.n_gpus:
         raise InvalidValue(

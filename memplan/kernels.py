@@ -266,16 +266,16 @@ def unique_bytes(device: Device, n_elements: int) -> int:
     )
 
 
-def scan_bytes(n_elements: int) -> int:
-    """Bytes that CUB allocates for a cumulative sum of `n_elements`, of 8 bytes each.
+def scan_bytes(n_elements: int, *, of_int32: bool = False) -> int:
+    """Bytes that CUB allocates for a cumulative sum of `n_elements`, of 8 bytes each, or of int32.
 
     Source: cub/agent/single_pass_scan_operators.cuh (`ScanTileState`), as CUDA 13.0 tunes them.
     """
-    return _tile_states(n_elements, 896)
+    return _tile_states(n_elements, 1920, 8) if of_int32 else _tile_states(n_elements, 896)
 
 
-def _tile_states(n_elements: int, tile: int) -> int:
-    return ALIGNED_BYTES - 1 + ALIGNED_BYTES + _aligned(16 * (ceil(n_elements / tile) + 32))
+def _tile_states(n_elements: int, tile: int, state_bytes: int = 16) -> int:
+    return ALIGNED_BYTES - 1 + ALIGNED_BYTES + _aligned(state_bytes * (ceil(n_elements / tile) + 32))
 
 
 def _aligned(n_bytes: int) -> int:

@@ -57,12 +57,17 @@ def test_each_sequence_begins_with_an_image(paligemma, tmp_path):
         memplan.estimate(paligemma, cluster="8xh100-sxm", zero=3, seq_len=PIECES)
 
 
-def test_images_of_any_size_are_refused(tmp_path):
-    config = transformers.Qwen2_5_VLConfig().to_dict() | {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"]
-    }
+@pytest.mark.parametrize(
+    "kind, architecture, said",
+    [
+        ("mllama", "Mllama", r"does not say the sizes of the images .* trace the module itself"),
+        ("qwen3_vl", "Qwen3VL", r"reads blocks of images \(deepstack_visual_indexes\) by modules"),
+    ],
+)
+def test_other_images_of_any_size_are_refused(tmp_path, kind, architecture, said):
+    config = {"model_type": kind, "architectures": [f"{architecture}ForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(MissingRule, match=r"does not say the sizes of the images .* trace the module itself"):
+    with pytest.raises(MissingRule, match=said):
         memplan.estimate(tmp_path, cluster="8xh100-sxm", zero=3)
 
 

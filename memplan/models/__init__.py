@@ -6,7 +6,7 @@ from memplan.models.lookup import (
     divided,
     is_of_transformers,
     model_from_config,
-    of_length,
+    of_sizes,
     resolve,
     under_deepspeed,
 )
@@ -39,7 +39,7 @@ __all__ = [
     "not_adapted",
     "not_divided",
     "not_divided_so",
-    "of_length",
+    "of_sizes",
     "parameter_count",
     "preset",
     "preset_named",

@@ -29,6 +29,7 @@ from memplan.models.recording import (
     BEYOND_WINDOW,
     FLOAT8,
     FLOAT8_ALL_GATHER,
+    MICRO_BATCH,
     MIXTURE,
     SEQUENCE_PARALLEL,
     TORCHTITAN,
@@ -233,25 +234,38 @@ def under_deepspeed(
     return traced_from_config(Config(values), model.name, device, (precision,), cache=True, mesh=mesh)
 
 
-def of_length(
-    model: Model, seq_len: int, device: DeviceType, precision: str, compiles: Compiles | None = None
+def of_sizes(
+    model: Model,
+    micro_batch: int,
+    seq_len: int,
+    device: DeviceType,
+    precision: str,
+    compiles: Compiles | None = None,
 ) -> Model:
-    """The model as it trains sequences of this length: itself, or a trace of such sequences.
+    """The model as it trains micro-batches and sequences of these sizes: itself, or a trace of such.
 
     A trace of a config.json is of sequences that reach its attention's window, or of shorter ones; for the
-    others it is traced again, as by `divided`. A trace from elsewhere is left as it is.
+    others it is traced again, as by `divided`. So is a module that goes through samples one by one, for each
+    micro-batch. A trace from elsewhere is left as it is.
 
     Raises:
         MemplanError: as by `divided`.
     """
-    if not isinstance(model, TracedModel) or model.is_of(seq_len) or not model.config:
+    if not isinstance(model, TracedModel) or not model.config:
         return model
     values = model.config_values() or {}
+    other: dict[str, Any] = {}
+    if not model.is_of(seq_len):
+        other[BEYOND_WINDOW] = not values.get(BEYOND_WINDOW, False)
+    if model.of_batch not in (0, micro_batch):
+        other[MICRO_BATCH] = micro_batch
+    if not other:
+        return model
     from memplan.tracing.cache import traced_from_config  # slow to import, and rarely needed
 
-    other = Config(values | {BEYOND_WINDOW: not values.get(BEYOND_WINDOW, False)})
+    asked = Config(values | other)
     found = traced_from_config(
-        other, model.name, device, (precision,), cache=True, mesh=model.mesh, compiles=compiles
+        asked, model.name, device, (precision,), cache=True, mesh=model.mesh, compiles=compiles
     )
     return replace(found, remarks=model.remarks, asked_dtype=model.asked_dtype)
 

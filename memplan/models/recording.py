@@ -68,6 +68,9 @@ FLOAT8_ALL_GATHER: Final = "float8_all_gather"
 BEYOND_WINDOW: Final = "beyond_window"
 """The key beside a config.json's own that asks for a trace of sequences that reach its attention's window."""
 
+MICRO_BATCH: Final = "micro_batch"
+"""The key beside a config.json's own of the samples in a micro-batch, where a trace is of one number only."""
+
 TRAINER: Final = "trainer"
 """The key beside a config.json's own under which is how transformers' Trainer calls the module."""
 

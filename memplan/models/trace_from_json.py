@@ -163,7 +163,7 @@ def _model(data: Any) -> TracedModel:
         blocks=tuple(filter(None, of("blocks", str).split(", "))),
         max_seq_len=checked_count("max_seq_len", of("max_seq_len", int)),
         has_sequence=of("has_sequence", bool),
-        limits=None if limits is None else _two("limits", limits, least=1),
+        limits=None if limits is None else _two("limits", limits, least=0),
         lengths=_two("lengths", lengths, least=0),
         image_tokens=checked_count("image_tokens", of("image_tokens", int | None) or 0, least=0),
         neglects=_texts(of("neglects", list | None) or [], "neglects"),

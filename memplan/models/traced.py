@@ -52,7 +52,7 @@ class TracedModel(Model):
         device: whose kernels the trace is of.
         made_with: the releases it was traced with.
         has_sequence: whether sizes follow `seq_len`; if not, it is 1.
-        limits: the batch (0: any) and length that were traced, where nothing is known of others.
+        limits: the batch and length (0: any) that were traced, where nothing is known of others.
         lengths: the least and the most tokens (0: any) of the sequences that it is of, where a window of
             attention has masks for longer ones.
         image_tokens: the tokens that each sequence begins with, and that stand for an image.
@@ -149,7 +149,7 @@ class TracedModel(Model):
         if self.image_tokens:
             yield (
                 f"Each sequence of {self.name} begins with an image, which takes {self.image_tokens} of its "
-                f"tokens ({', '.join(self._inputs_beside_tokens)})."
+                f"tokens ({', '.join(self._inputs_beside_tokens)}).{self._other_sizes}"
             )
         if self.attention == "eager":
             yield (
@@ -238,7 +238,27 @@ class TracedModel(Model):
         """The inputs of floats of one sequence, as "pixel_values of 3 x 336 x 336", in words."""
         for one in self.inputs_of_step:
             if one.is_floating_point:
-                yield f"{one.name} of {' x '.join(map(str, shape_at(one.shape, 1, 1)[1:]))}"
+                rows, *dims = shape_at(one.shape, 1, 1)
+                dims = [rows, *dims] if rows > 1 else dims
+                yield f"{one.name} of {' x '.join(map(str, dims))}"
+
+    @property
+    def _other_sizes(self) -> str:
+        """How to plan for images of another size, where a model takes any."""
+        if not (self.of_batch and self.config):
+            return ""
+        values = self.config_values() or {}
+        size = values.get("vision_config", {}).get("image_size", "448, the default")
+        return (
+            f" It has {size} rows and columns of pixels; for another size write image_size into the "
+            "vision_config of its config.json."
+        )
+
+    @property
+    def of_batch(self) -> int:
+        """The micro-batch that a trace for any length is of, where samples are gone through; 0: any."""
+        batch, length = self.limits or (0, 0)
+        return 0 if length else batch
 
     def is_of(self, seq_len: int) -> bool:
         """Whether the trace covers sequences of `seq_len` tokens."""
@@ -265,11 +285,13 @@ class TracedModel(Model):
             MissingRule: it was not recorded so, or not for these sizes.
         """
         whole = seq_len * self.mesh.get("cp", 1)
-        if self.limits is not None and self.limits not in ((batch, whole), (0, whole)):
-            size, length = self.limits
-            samples = f"a micro-batch of {size} and " if size else ""
+        limits = self.limits or (0, 0)
+        if any(limit not in (0, size) for limit, size in zip(limits, (batch, whole), strict=True)):
+            samples, length = limits
+            sizes = [f"a micro-batch of {samples}"] if samples else []
+            sizes += [f"seq_len={length}"] if length else []
             raise MissingRule(
-                f"{self.name} was traced with {samples}seq_len={length}, and what it does at other sizes "
+                f"{self.name} was traced with {' and '.join(sizes)}, and what it does at other sizes "
                 "follows from no rule; use these, or trace it again.",
                 kind="a traced model at a size that was not traced",
             )

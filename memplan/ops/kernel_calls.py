@@ -14,7 +14,7 @@ from memplan.ops.embedding import table_gradient
 from memplan.ops.fused_attention import cudnn_attention, efficient_attention, flash_attention_cuda
 from memplan.ops.norm import sum_partial_rows
 from memplan.record import Alloc, Event, Free
-from memplan.shapes import BF16, BOOL, INT64, UINT8, Buffer, DType
+from memplan.shapes import BF16, BOOL, INT32, INT64, UINT8, Buffer, DType
 from memplan.tape import Node, OpContext, Saved, Tape, Tensor
 
 Results = Sequence[Tensor | None]
@@ -75,8 +75,73 @@ def _cumulative_sum(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
     with tape.workspace() as scratch:
         if casts:
             scratch.new("operand", (n_elements,), dtype)
-        scratch.new("CUB: scan", (scan_bytes(n_elements),), UINT8)
+        scratch.new("CUB: scan", (scan_bytes(n_elements, of_int32=dtype == INT32),), UINT8)
     return (total,)
+
+
+def _repeated(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """The places of elements that are repeated; sizes: elements, places.
+
+    Source: aten/src/ATen/native/Repeat.h (`repeat_interleave_common`).
+    """
+    n_elements, n_places = sizes
+    with tape.workspace() as sums:
+        sums.new("cumulative sum", (n_elements,), dtype)
+        with tape.workspace() as scratch:
+            scratch.new("CUB: scan", (scan_bytes(n_elements, of_int32=dtype == INT32),), UINT8)
+        with tape.workspace() as scratch:
+            scratch.new("which are not negative", (n_elements,), BOOL)
+            scratch.new("whether all are", (), BOOL)
+        return (tape.new("places", (n_places,), dtype),)
+
+
+MOST_UNIQUE: Final = 1 << 17
+"""Elements of 4 bytes for which CUB's states of tiles to find the different ones take 512 bytes at most."""
+
+
+def _unique(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """Elements that differ from the one before, in memory for all; sizes: elements.
+
+    Raises:
+        MissingRule: for more elements, or wider ones, than were looked at.
+
+    Source: aten/src/ATen/native/cuda/UniqueCub.cu (`compute_unique`).
+    """
+    (n_elements,) = sizes
+    if n_elements > MOST_UNIQUE or dtype != INT32:
+        raise MissingRule(
+            f"unique_consecutive of {n_elements} {dtype.name} on CUDA takes memory that only CUB knows; use "
+            f"int32 and at most {MOST_UNIQUE} elements, or trace the module on a GPU (executed=True)."
+        )
+    found = tape.new("unique", (n_elements,), dtype)
+    with tape.workspace() as scratch:
+        scratch.new("number of them", (1,), INT64)
+        scratch.new("CUB: select", (1023,), UINT8)
+    return (found,)
+
+
+SORTED_BY_ONE_BLOCK: Final = 2304
+"""The most integers of 64 bits, with their places, that one block of threads sorts, without memory for it.
+
+Source: cub/device/dispatch/dispatch_radix_sort.cuh (`InvokeSingleTile`), as CUDA 13.0 tunes it.
+"""
+
+
+def _added_by_index(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
+    """Nothing but what it takes to add rows to those of a table; sizes: their indices, the table's rows.
+
+    Source: aten/src/ATen/native/cuda/Indexing.cu (`index_put_with_sort_kernel`).
+    """
+    n_indices, n_rows = sizes
+    with tape.workspace() as scratch:
+        for name in ("indices", "indices of rows", "sorted indices", "their places"):
+            scratch.new(name, (n_indices,), INT64)
+        n_bytes = 1
+        if n_indices > SORTED_BY_ONE_BLOCK:
+            n_passes = -(-n_rows.bit_length() // 8)
+            n_bytes = radix_sort_bytes(tape.context.device, n_indices, n_passes)
+        scratch.new("CUB: sort", (n_bytes,), UINT8)
+    return ()
 
 
 def _masked_scatter(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
@@ -300,6 +365,9 @@ class Kernel(NamedTuple):
 KERNELS: Final[Mapping[str, Kernel]] = {
     "sum": Kernel(3, _sum),
     "cumulative_sum": Kernel(2, _cumulative_sum),
+    "repeated": Kernel(2, _repeated),
+    "unique": Kernel(1, _unique),
+    "added_by_index": Kernel(2, _added_by_index),
     "masked_scatter": Kernel(2, _masked_scatter),
     "masked_scatter_backward": Kernel(3, _masked_scatter_backward),
     "sort": Kernel(2, _sort),

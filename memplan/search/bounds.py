@@ -28,7 +28,7 @@ from memplan.device import Device
 from memplan.engines.base import ENGINES, Costs, DataParallelism, PartCosts
 from memplan.hardware import Cluster
 from memplan.mesh import DIVIDING, HOST, Group, with_several
-from memplan.models import Layers, Model, divided, of_length
+from memplan.models import Layers, Model, TracedModel, divided, of_sizes
 from memplan.orders import Stages
 from memplan.plan import RECOMPUTES, Plan, stage_layers, unchecked
 from memplan.schedules import SCHEDULES, Schedule, first_under_way
@@ -334,11 +334,13 @@ Bounds = tuple[Bytes, Seconds]
 
 
 def bounds(model: Model, grid: Grid, cluster: Cluster, time_model: Priced) -> Bounds:
-    """The bounds of a grid's plans: 0 where an engine gives none."""
+    """The bounds of a grid's plans: 0 where an engine gives none, or a model is of one micro-batch."""
     least_bytes, least_s = np.zeros(grid.shape), np.zeros(grid.shape)
     engine = ENGINES.named(grid.base.engine)
     if engine.gives_bounds:
         for own, cells in _by_division(engine.built(model), grid, cluster.gpu.device):
+            if isinstance(own, TracedModel) and own.of_batch:  # other micro-batches have traces of their own
+                continue
             plans = _Plans(own, grid[cells], cluster.gpu.device)
             least_bytes[cells] = _least_bytes(plans)
             least_s[cells] = _least_s(plans, cluster, time_model)
@@ -354,7 +356,7 @@ def _by_division(model: Model, grid: Grid, device: Device) -> Iterator[tuple[Mod
     for each in np.unique(degrees, axis=1).T:
         mesh = with_several(**dict(zip(DIVIDING, each.tolist(), strict=True)))
         own = divided(model, mesh, device.type, grid.base.precision, grid.base.adapters)
-        own = of_length(own, grid.base.seq_len, device.type, grid.base.precision)
+        own = of_sizes(own, grid.base.micro_batch, grid.base.seq_len, device.type, grid.base.precision)
         yield own, (degrees == each[:, None]).all(axis=0)
 
 

@@ -33,7 +33,7 @@ from memplan.hardware import (
     outside_allocator,
     resolve_cluster,
 )
-from memplan.models import Model, is_of_transformers, of_length, resolve
+from memplan.models import Model, is_of_transformers, of_sizes, resolve
 from memplan.plan import Plan
 from memplan.search.judge import (
     OBJECTIVES,
@@ -332,8 +332,11 @@ def searched(
     given = {name: asked.pop(name, None) for name in varied(engine)}
     ranges = {name: values_of(name, value, engine) for name, value in given.items() if value is not None}
     job = partial(_Job, cluster=where, ranges=ranges, objective=objective, **how)
-    own = partial(of_length, model, device=where.gpu.device.type)
-    jobs = [job(model=own(one.seq_len, precision=one.precision), base=one) for one in bases(**asked)]
+    own = partial(of_sizes, model, device=where.gpu.device.type)
+    jobs = [
+        job(model=own(one.micro_batch, one.seq_len, precision=one.precision), base=one)
+        for one in bases(**asked)
+    ]
     for one in jobs:
         one.check_time()
     found = jobs[0].found() if len(jobs) == 1 else together([one.found() for one in jobs])

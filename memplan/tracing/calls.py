@@ -13,7 +13,7 @@ from memplan.errors import MissingRule
 from memplan.models.recording import CONVOLUTIONS, CONVOLVED
 from memplan.ops.kernel_calls import AND_MASK, IN_ORDER
 from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, IMAGE_DIMS, Scratch
-from memplan.tracing.shapes import ATEN, dtype_name
+from memplan.tracing.shapes import ATEN, MASKS, dtype_name
 
 
 class Called(NamedTuple):
@@ -131,6 +131,26 @@ def _cumulative_sum(args: Sequence[Any], results: Sequence[Tensor]) -> Called | 
     )
 
 
+def _repeated(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
+    given, (places,) = args[0], results
+    return Called("repeated", (given.numel(), places.numel()), dtype_name(given.dtype), 1)
+
+
+def _unique(args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
+    """Elements that differ from the one before, without their places or numbers."""
+    given, *what = args
+    return None if any(what) else Called("unique", (given.numel(),), dtype_name(given.dtype), 1)
+
+
+def _added_by_index(args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
+    """Rows that are added to those of a table; others, and masks, are left out."""
+    table, indices, *_ = args
+    accumulates = len(args) > 3 and args[3]
+    if not accumulates or len(indices) != 1 or indices[0].dtype in MASKS:
+        return None
+    return Called("added_by_index", (indices[0].numel(), table.shape[0]), dtype_name(table.dtype), 0)
+
+
 def _masked_scatter(args: Sequence[Any], results: Sequence[Tensor]) -> Called:
     mask, (y,) = args[1], results
     expands = mask.numel() != y.numel() or not mask.is_contiguous()
@@ -214,6 +234,10 @@ CALLS: Final[Mapping[Any, Callable[[Sequence[Any], Sequence[Tensor]], Called | N
     ATEN.mean.default: _sum,
     ATEN.mean.dim: _sum,
     ATEN.cumsum.default: _cumulative_sum,
+    ATEN.repeat_interleave.Tensor: _repeated,
+    ATEN.unique_consecutive.default: _unique,
+    ATEN.index_put_.default: _added_by_index,
+    ATEN._index_put_impl_.default: _added_by_index,
     ATEN.masked_scatter.default: _masked_scatter,
     ATEN.masked_scatter_backward.default: _masked_scatter_backward,
     ATEN.embedding_dense_backward.default: _table_gradient,

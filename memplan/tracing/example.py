@@ -63,6 +63,11 @@ class Example:
         """Whether any input has one."""
         return any(leaf.has_sequence for leaf in self.leaves)
 
+    @property
+    def is_of_one_batch(self) -> bool:
+        """Whether the module goes through the images of a batch one by one, as an input says their sizes."""
+        return any(leaf.name in SIZES_OF_IMAGES for leaf in self.leaves)
+
     def at(self, point: Point) -> "Example":
         """The example at another batch and length."""
         leaves = [leaf._replace(value=self.resized(leaf, point)) for leaf in self.leaves]
@@ -77,8 +82,8 @@ class Example:
         if not isinstance(value, Tensor):
             return value
         shape = list(value.shape)
-        if shape and shape[0] == self.point[0]:
-            shape[0] = point[0]
+        if shape and (shape[0] == self.point[0] or leaf.name == IMAGES):
+            shape[0] = shape[0] // self.point[0] * point[0]
         if leaf.has_sequence:
             shape[1] = point[1]
         if value.is_floating_point() or value.is_complex() or value.is_meta:
@@ -145,6 +150,12 @@ def checked_example(
     )
 
 
+IMAGES: Final = "pixel_values"
+"""The input of transformers' modules that holds images; each sample may have several rows of it."""
+
+SIZES_OF_IMAGES: Final = ("image_grid_thw", "image_sizes")
+"""Inputs of transformers' modules that say the size of each image, and have no sequence."""
+
 IMAGE_TOKENS: Final = ("image_token_id", "image_token_index")
 """Names in transformers' configurations of the token that stands for a piece of an image."""
 
@@ -174,7 +185,7 @@ def _up_to_image(module: nn.Module, leaves: Sequence[Leaf]) -> int:
 
 
 def _has_sequence(value: Any, name: str, place: int, asked: Sequence[str | int] | None) -> bool:
-    if not isinstance(value, Tensor) or value.dim() < 2:
+    if not isinstance(value, Tensor) or value.dim() < 2 or name in SIZES_OF_IMAGES:
         return False
     if asked is not None:
         return name in asked or place in asked

@@ -37,6 +37,7 @@ from memplan.models.recording import (
     BEYOND_WINDOW,
     FLOAT8,
     FLOAT8_ALL_GATHER,
+    MICRO_BATCH,
     REFERENCE,
     TRAINER,
     ULYSSES,
@@ -52,7 +53,7 @@ from memplan.tracing.cache import without_remarks
 from memplan.tracing.context import as_trainer_divides
 from memplan.tracing.cuda import CUDA
 from memplan.tracing.divided import windows_of
-from memplan.tracing.example import Example, checked_example, image_tokens
+from memplan.tracing.example import IMAGES, Example, checked_example, image_tokens
 from memplan.tracing.float8 import with_float8
 from memplan.tracing.tracer import RUNS, USUAL, checked_mesh, traced
 from memplan.tracing.trainer import as_trainer_calls, loss_by_trainer
@@ -67,10 +68,16 @@ No multiple of the lengths that code divides a sequence into, 128 and 256, so th
 IMAGE: Final = 224
 """Rows and columns of an image, where the file does not say."""
 
+ANY_SIZE: Final = 448
+"""Rows and columns of an image where a model takes images of any size."""
+
 NOT_READ: Final = ("auto_map", "torch_dtype", "dtype", "attn_implementation", "use_cache")
 """Keys that say where code is, or what a plan says."""
 
-OF_PLANS: Final = (ADAPTERS, ZERO3, ULYSSES, AUTOTP, FLOAT8, FLOAT8_ALL_GATHER, TRAINER, BEYOND_WINDOW)
+OF_PLANS: Final = (
+    *(ADAPTERS, ZERO3, ULYSSES, AUTOTP, FLOAT8, FLOAT8_ALL_GATHER, TRAINER, BEYOND_WINDOW),
+    MICRO_BATCH,
+)
 """Keys that memplan adds to a file's own, of what a plan says."""
 
 REACHED: Final = 16
@@ -129,7 +136,7 @@ def traced_from_config(
             settings = transformers.CONFIG_MAPPING[kind].from_dict(_own_values(config))
             settings.get_text_config().use_cache = False
             module = its_class._from_config(settings)
-        inputs = _inputs_of(task, module, (mesh or {}).get("cp", 1))
+        inputs = _inputs_of(task, module, (mesh or {}).get("cp", 1), config.value(MICRO_BATCH, 1))
         if adapters := config.value(ADAPTERS, None):
             module = with_adapters(module, Adapters(**adapters), _of_products(precisions))
         known = _longest(settings) if "input_ids" in inputs else None
@@ -211,8 +218,10 @@ def inputs_of(module: nn.Module, cp: int = 1) -> "Inputs | None":
     return _inputs_of(task, module, cp)
 
 
-def _inputs_of(task: str, module: Any, cp: int) -> "Inputs":
+def _inputs_of(task: str, module: Any, cp: int, samples: int = 1) -> "Inputs":
     """What a module is called with for a task, on each of these context-parallel ranks as many tokens.
+
+    `samples`: those of a micro-batch whose samples the module goes through one by one.
 
     Raises:
         MissingRule: the settings do not say what these are made of.
@@ -220,7 +229,13 @@ def _inputs_of(task: str, module: Any, cp: int) -> "Inputs":
     settings = module.config
     try:
         length = _example_length(settings) * cp
-        inputs = _image_and_text(module, length) if task == WITH_IMAGES else TASKS[task](settings, length)
+        if task == WITH_IMAGES:
+            of_any_size = "image_grid_thw" in _arguments(module)
+            inputs = (
+                _patches_and_text(module, length, samples) if of_any_size else _image_and_text(module, length)
+            )
+        else:
+            inputs = TASKS[task](settings, length)
     except AttributeError as missing:
         raise MissingRule(
             f"a config.json does not say what {type(module).__name__} is called with ({missing}); {ITSELF}",
@@ -377,6 +392,40 @@ def _image_and_text(module: Any, length: int) -> Inputs:
     ids = torch.cat([torch.full((2, n), token), text + (text == token)], 1)
     types = {"token_type_ids": (ids != token).long()} if "token_type_ids" in _arguments(module) else {}
     return {"input_ids": ids, **types, "labels": ids.clone(), "pixel_values": images}
+
+
+def _patches_and_text(module: Any, length: int, samples: int) -> Inputs:
+    """Sequences that begin with an image of any size, cut into patches, whose grid is an input too.
+
+    The size is `image_size` of the settings' part for images, which classes of such images do not have, else
+    `ANY_SIZE`: to the next whole cells of patches that become one token, as their processors have it.
+
+    Raises:
+        MissingRule: modules between the blocks of images read these.
+
+    Source: transformers.models.qwen2_vl.image_processing_qwen2_vl (`smart_resize`, `preprocess`).
+    """
+    settings = module.config
+    own = settings.vision_config
+    if getattr(own, "deepstack_visual_indexes", None):
+        raise MissingRule(
+            f"{type(module).__name__} reads blocks of images (deepstack_visual_indexes) by modules that run "
+            "between them and are in no unit of FSDP2's but the root, which has no rule yet; use a model "
+            "that does not.",
+            kind="a class of transformers that reads blocks of images between them",
+        )
+    token, merged = next(image_tokens(settings)), own.spatial_merge_size
+    size = getattr(own, "image_size", ANY_SIZE)
+    pixels = size if isinstance(size, list | tuple) else (size, size)
+    rows, columns = [max(1, round(n / (own.patch_size * merged))) * merged for n in pixels]
+    width = own.in_channels * own.temporal_patch_size * own.patch_size**2
+    patches = torch.empty(samples * rows * columns, width, device="meta")
+    n = rows * columns // merged**2
+    text = _tokens(settings, length)["input_ids"][:1].repeat(samples, 1)
+    ids = torch.cat([torch.full((samples, n), token), text + (text == token)], 1)
+    grid = torch.tensor([[1, rows, columns]]).repeat(samples, 1)
+    types = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in _arguments(module) else {}
+    return {"input_ids": ids, **types, "labels": ids.clone(), IMAGES: patches, "image_grid_thw": grid}
 
 
 def _arguments(module: nn.Module) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memplan.errors import MissingRule
-from memplan.tracing.shapes import ATEN
+from memplan.tracing.shapes import ATEN, INDEX
 
 Scratch = tuple[str, int, torch.dtype]
 """What it is, its elements and their type."""
@@ -97,13 +97,18 @@ def _in_order(args: Sequence[Any], operands: Mapping[int, str]) -> Iterator[Scra
 
 
 def _on_cuda(func: Any, args: Sequence[Any]) -> Iterator[Scratch]:
-    """The product that a softmax's backward sums.
+    """The product that a softmax's backward sums; indices that are moved from the host.
 
     Raises:
         MissingRule: for an operation that sorts or scans by CUB.
 
-    Source: aten/src/ATen/native/cuda/SoftMax.cu (`softmax_backward_cuda_out`).
+    Source: aten/src/ATen/native/cuda/SoftMax.cu (`softmax_backward_cuda_out`),
+    aten/src/ATen/native/TensorAdvancedIndexing.cpp (`make_info`).
     """
+    if func is INDEX:
+        for one in args[1]:
+            if one is not None and one.device.type == "cpu":
+                yield "indices on the GPU", one.numel(), one.dtype
     if func is ATEN._softmax_backward_data.default:
         yield "grad times probabilities", args[1].numel(), args[1].dtype
     if func is TOP and (n := _row(args[0], args[2] if len(args) > 2 else -1)) >= SHORTEST_DIVIDED:

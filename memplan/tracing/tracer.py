@@ -111,6 +111,12 @@ ADD_IN_PLACE: Final = ("linear", "scaled_dot_product_attention")
 FLAG: Final = "gradient_checkpointing"
 """Of transformers' modules whether blocks are recomputed: of a layer by its class, of others by their own."""
 
+POSITIONS: Final = "rope_deltas"
+"""What modules of transformers keep of a step where `mm_token_type_ids` say which tokens are images.
+
+Source: transformers.models.qwen2_vl.modeling_qwen2_vl (`Qwen2VLModel.compute_3d_position_ids`).
+"""
+
 HOOK: Final = "fsdp_post_all_gather"
 """The attribute of a parameter that FSDP2 gathers in another way than others, here torchao's in float8."""
 
@@ -300,7 +306,8 @@ def _traced(
     """The model of an example as the rank at this place along cp runs it."""
     eager = not (compiles or experts_within or _has_hooks(example.module))
     narrow = zero3 or of_deepspeed
-    runs = _checked_runs(precisions, autocasts=eager, of_deepspeed=narrow, over_cp="cp" in mesh)
+    float32_last = "cp" in mesh or example.is_of_one_batch
+    runs = _checked_runs(precisions, autocasts=eager, of_deepspeed=narrow, float32_last=float32_last)
     shapes, plays_cuda = Shapes(), runs_on == CUDA and not executed
     why = ""
     with ExitStack() as stack:
@@ -338,9 +345,12 @@ def _traced(
 
 
 def _checked_runs(
-    precisions: Sequence[str], *, autocasts: bool, of_deepspeed: bool, over_cp: bool
+    precisions: Sequence[str], *, autocasts: bool, of_deepspeed: bool, float32_last: bool
 ) -> list[tuple[str, str]]:
-    """The runs of these precisions: the types of weights and of autocast, if that is traced."""
+    """The runs of these precisions: the types of weights and of autocast, if that is traced.
+
+    Those in float32 come last where fewer attention kernels take it, or more kinds of blocks are without it.
+    """
     if isinstance(precisions, str) or not precisions:
         raise InvalidValue(
             f"precisions={shown_value(precisions)} is not allowed; use a list of some of {', '.join(RUNS)}."
@@ -348,7 +358,7 @@ def _checked_runs(
     runs = dict.fromkeys(run for precision in precisions for run in _runs(precision))
     if not autocasts:
         runs = dict.fromkeys([run for run in runs if not run[1]])
-    if over_cp:  # float32 last, as fewer attention kernels take it
+    if float32_last:
         runs = dict.fromkeys(sorted(runs, key=lambda run: (run[0] == "float32", not run[1])))
     if of_deepspeed:
         runs = {run: None for run in runs if not run[1] and run[0] != "float32"}
@@ -549,6 +559,8 @@ class _Tracer:
         self._few: Mapping[Stack, int] | None = None
         """How many blocks of each stack are run; all of one that is not named."""
         self._last: tuple[Point, Variant, Parts] | None = None
+        self._other: tuple[Point, Variant, Parts] | tuple[()] = ()
+        """The last run under other units of FSDP2."""
 
     def outside(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
         """The parameters before the first block and all others that are no block's, in the module's order."""
@@ -579,7 +591,10 @@ class _Tracer:
         Raises:
             MissingRule: what happens depends on values that are not known.
         """
-        parts = self._of_first_blocks(partial(self._run, point, variant))
+        if self._other and self._other[:2] == (point, variant):
+            parts = self._other[2]
+        else:
+            parts = self._of_first_blocks(partial(self._run, point, variant))
         self._last = point, variant, parts
         return parts
 
@@ -590,8 +605,10 @@ class _Tracer:
             if units == "block+ends" and not isinstance(parts.ends, Ends):
                 return False
             with suppress(MemplanError, Unlike):
-                run = partial(self._run, point, variant._replace(units=units))
-                return self._of_first_blocks(run) != parts
+                other = variant._replace(units=units)
+                found = self._of_first_blocks(partial(self._run, point, other))
+                self._other = point, other, found
+                return found != parts
         return False
 
     def _of_first_blocks(self, run: Callable[[Mapping[str, int]], Parts]) -> Parts:
@@ -1230,7 +1247,7 @@ def _without_data(
                 table[name] = made[id(tensor)]
         module.train()
         with ExitStack() as stack:
-            for change in _passing_by(recorder):
+            for change in (*_passing_by(recorder), *_replaced_in_each_step(module)):
                 stack.enter_context(change)
             yield dict(module.named_parameters())
     finally:
@@ -1245,7 +1262,8 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
 
     Allocations of oneDNN's kernels depend on the model of the CPU.
 
-    Source: torch/utils/checkpoint.py (`fwd_cpu_state`); transformers.utils.import_utils (`is_fake_tensor`).
+    Source: torch/utils/checkpoint.py (`fwd_cpu_state`); torch/csrc/utils/tensor_new.cpp (`recursive_store`,
+    which reads numbers out of tensors in a list); transformers.utils.import_utils (`is_fake_tensor`).
     """
     random_state = torch.get_rng_state
 
@@ -1258,18 +1276,34 @@ def _passing_by(recorder: Recorder) -> Iterator[Any]:
     def listed(tensor: FakeTensor) -> Any:
         return known_value(tensor).tolist()
 
+    made_of = torch.tensor
+
+    def of_numbers(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(data, list):
+            data = tree_map_only(FakeTensor, lambda one: known_value(one).item(), data)
+        return made_of(data, *args, **kwargs)
+
     for name in ADD_IN_PLACE:
         adding = patch.object(recorder, "adds_in_place", True)(getattr(functional, name))
         yield patch.object(functional, name, adding)
     yield setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False)
     yield patch.object(torch, "get_rng_state", random_state_seen)
     yield patch.object(FakeTensor, "tolist", listed)
+    yield patch.object(torch, "tensor", of_numbers)
     kernels = sys.modules.get("transformers.integrations.hub_kernels")
     if kernels is not None:
         yield patch.object(kernels.logger, "warning_once", recorder.note_fallback)
     asks = sys.modules.get("transformers.utils.import_utils")
     if asks is not None and hasattr(asks, "is_fake_tensor"):
         yield patch.object(asks, "is_fake_tensor", lambda tensor: False)
+
+
+def _replaced_in_each_step(module: nn.Module) -> Iterator[Any]:
+    """Lets modules drop what each step replaces: what they keep of the step before is an input."""
+    owners = {type(one) for one in module.modules() if POSITIONS in vars(one)}
+    for owner in owners:
+        dropped = property(lambda _: None, lambda _, value: None)
+        yield patch.object(owner, POSITIONS, dropped, create=True)
 
 
 @contextmanager
@@ -1353,7 +1387,9 @@ def _recordings(
             if tracer.any_length and isinstance(error, OfOneSize):
                 raise _of_one_length(tracer) from error
             continue
-        return found, None if lengths[0] != length or not tracer.example.has_sequence else (0, whole)
+        known = batch if tracer.example.is_of_one_batch else 0
+        is_of_length = lengths[0] == length and tracer.example.has_sequence
+        return found, (known, whole if is_of_length else 0) if known or is_of_length else None
     alone: dict[Variant, Recording] = {}
     for variant in _variants(tracer, runs):
         try:
@@ -1403,17 +1439,27 @@ def _variants(tracer: _Tracer, runs: Sequence[tuple[str, str]]) -> Iterator[Vari
 def _for_any_batch(
     tracer: _Tracer, runs: Sequence[tuple[str, str]], lengths: Sequence[int]
 ) -> dict[Variant, Recording]:
-    """Each variant that PyTorch runs, for any batch, and for any length if there are several."""
+    """Each variant that PyTorch runs, for any batch, and for any length if there are several.
+
+    Of a module that goes through the samples of a batch one by one for the example's batch alone.
+    """
     found: dict[Variant, Recording] = {}
-    several, alone = (list(zip(batches, lengths, strict=True)) for batches in (BATCHES, (1, 1, 1)))
+    n, of_one = tracer.example.point[0], tracer.example.is_of_one_batch
+    several, alone = (
+        list(zip(batches, lengths, strict=True)) for batches in ((n, n, n) if of_one else BATCHES, (1, 1, 1))
+    )
     longer = [one for one in _check_points(tracer) if one[1] in lengths or len({*lengths}) > 1]
     for variant in _variants(tracer, runs):
         points = [*several, *([] if found else longer)]
+        if of_one and longer:  # of one batch three lengths tell rules apart, and two a further variant's
+            points = [*several[: 1 if found else 2], *longer]
         try:
-            found[variant] = _agreed(tracer, variant, points)
+            found[variant._replace(alone=of_one and n == 1)] = _agreed(tracer, variant, points)
         except (NotRun, _Fails):
             if not _is_new(variant, found):
                 raise
+            continue
+        if of_one:
             continue
         try:
             found[variant._replace(alone=True)] = _agreed(tracer, variant, alone[: len(points)])
@@ -1435,7 +1481,8 @@ def _check_points(tracer: _Tracer) -> list[Point]:
     """The size at which rules are checked: the example's, or a shorter one whose masks are small."""
     batch, length = tracer.example.point[0], tracer.example.point[1] // tracer.ranks.cp
     shorter = min(length, isqrt(MOST_MASKED // batch) // 16 * 16)
-    return [(batch, shorter)] if batch > 1 and shorter >= min(length, max(LENGTHS)) else []
+    several = batch > 1 or tracer.example.is_of_one_batch
+    return [(batch, shorter)] if several and shorter >= min(length, max(LENGTHS)) else []
 
 
 def _agreed(tracer: _Tracer, variant: Variant, points: Iterable[Point]) -> Recording:
@@ -1550,11 +1597,14 @@ def _of_module(name: str, tensor: Tensor, requires_grad: bool = True) -> TracedT
 
 
 def _inputs_of_step(example: Example) -> Iterator[TracedTensor]:
-    """The tensors that the step is given, each once."""
+    """The tensors that the step is given, each once, and those that the step before has left."""
     points = list(zip(BATCHES, LENGTHS, strict=True))
     for leaf in {id(leaf.value): leaf for leaf in example.leaves if isinstance(leaf.value, Tensor)}.values():
         shape = shape_of([example.resized(leaf, point).shape for point in points], points)
         yield TracedTensor(leaf.name, shape, dtype_name(leaf.value.dtype))
+    says_images = {"mm_token_type_ids", "image_grid_thw"} <= {leaf.name for leaf in example.leaves}
+    if says_images and any(POSITIONS in vars(one) for one in example.module.modules()):
+        yield TracedTensor(POSITIONS, ((Term(example.point[0]),), (Term(1),)), "int64")
 
 
 def _made_with(module: nn.Module, device: torch.device, *, executed: bool) -> str:

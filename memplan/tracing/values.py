@@ -80,7 +80,10 @@ class KnownValues:
         """The tensor without data, on a device, that represents a known value."""
         if not isinstance(value, Tensor):
             return value
-        tensor = FakeTensor(self._mode, value.to("meta"), device)
+        n = value.untyped_storage().nbytes() // value.itemsize  # it may have been made for more elements
+        own = torch.empty(n, dtype=value.dtype, device="meta")
+        own = own.as_strided(value.shape, value.stride(), value.storage_offset())
+        tensor = FakeTensor(self._mode, own, device)
         tensor.real_tensor = value
         return tensor
 

@@ -94,8 +94,8 @@ FSDP1_PLANS: Final[tuple[dict[str, Any], ...]] = (
 )  # fmt: skip
 """FSDP1 of modules whose weights are all trained, and all of one type."""
 
-OF_LLAVA_REFUSED: Final = {("fsdp_blocks", 2), ("fsdp_units", "block+ends")}
-"""LLaVA's last block of images gets no gradient, and its embedding is called before the images' blocks."""
+OF_LLAVA_REFUSED: Final = {("fsdp_blocks", 2)}
+"""LLaVA's last block of images gets no gradient."""
 
 PIPELINED: Final = (
     "hf-llama", "hf-mistral", "hf-mixtral", "hf-qwen3", "hf-phi3", "hf-olmo2", "hf-gpt-neox",
@@ -131,9 +131,12 @@ def wild() -> tuple[Case, ...]:
         more += FSDP1_PLANS if not (model.frozen or model.narrow_dtypes or model.integer_dtypes) else ()
         more += ENDS_PLANS if model.n_layers and not model.tied else ()
         for options in (*PLANS, *more):
+            options = options | ({"micro_batch": model.of_batch} if model.of_batch else {})
             if "pp" in options and (name not in PIPELINED or ("fsdp_units" in options and model.frozen)):
                 continue
             if name == "hf-llava" and not OF_LLAVA_REFUSED.isdisjoint(options.items()):
+                continue
+            if model.image_tokens and ("fsdp_units", "block+ends") in options.items():
                 continue
             if "recompute" in options and one.package != "transformers":
                 continue
@@ -173,11 +176,11 @@ MOST_PARAMETERS: Final = 4 * 10**9
 """Of which weights, gradients and AdamW's states in float32 take 64 GB."""
 
 
-def _at_true_size(one: Wild, *, halves: bool = False, **options: Any) -> Plan:
-    """The plan of a model's own micro-batch and length."""
+def _at_true_size(one: Wild, of_batch: int, *, halves: bool = False, **options: Any) -> Plan:
+    """The plan of a model's own micro-batch and length; `of_batch`: the only one of its trace, or 0."""
     samples, seq_len = one.gpu_batch or 1, one.seq_len
     if halves:
-        samples, seq_len = 2 * samples, max(seq_len // 2, 1)
+        samples, seq_len = of_batch or 2 * samples, max(seq_len // 2, 1)
     return plan_of(**options, micro_batch=samples, seq_len=seq_len)
 
 
@@ -199,7 +202,7 @@ def gpu_wild(gpus: Gpus | None) -> tuple[Case, ...]:
         for options in (*GPU_PLANS, *small, *normed):
             if "recompute" in options and not model.n_layers:
                 continue
-            plan = _at_true_size(one, **options)
+            plan = _at_true_size(one, **options, of_batch=model.of_batch)
             if (_narrow(plan) and one.package == "torchvision") or (plan.ddp and model.unused):
                 continue
             case = Case(

@@ -9,7 +9,7 @@ from typing import final
 from memplan.device import Device
 from memplan.engines.deepspeed.options import deepspeed_options
 from memplan.memory import Alive
-from memplan.models import Model, of_length, under_deepspeed
+from memplan.models import Model, of_sizes, under_deepspeed
 from memplan.models.recording import ULYSSES
 from memplan.parts.stage import WholeStage
 from memplan.plan import Plan
@@ -27,7 +27,7 @@ class DeepSpeedStage(WholeStage):
     def __init__(self, model: Model, plan: Plan, device: Device, backend: Backend | None) -> None:
         degrees = {"cp": plan.cp, "tp": plan.tp}
         made = under_deepspeed(model, device.type, plan.precision, zero3=plan.zero == 3, **degrees)
-        made = of_length(made, plan.seq_len, device.type, plan.precision)
+        made = of_sizes(made, plan.micro_batch, plan.seq_len, device.type, plan.precision)
         super().__init__(made, plan, device, backend, plan.formats.compute)
         self.options = deepspeed_options(plan)
 

@@ -27,7 +27,7 @@ from memplan.engines.torch.sharding import (
 from memplan.engines.torch.trainer import METRICS, KeptByTrainer, gathered, kept_by_trainer
 from memplan.kernels import FREES_WORKSPACES, product_workspace_bytes
 from memplan.memory import Alive
-from memplan.models import Model, TracedModel, divided, of_length
+from memplan.models import Model, TracedModel, divided, of_sizes
 from memplan.models.recording import REFERENCE
 from memplan.models.traced import is_of_torchtitan
 from memplan.optimizers import KEPT, Kept
@@ -74,7 +74,9 @@ def as_rank_has_it(model: Model, plan: Plan, device: Device) -> Model:
         sequence_parallel=plan.sequence_parallel,
         gathers_float8=torch_options(plan).float8_all_gather != "none",
     )
-    found = of_length(found, plan.seq_len, device.type, plan.precision, compiled_blocks(plan))
+    found = of_sizes(
+        found, plan.micro_batch, plan.seq_len, device.type, plan.precision, compiled_blocks(plan)
+    )
     if found is not model:
         check_trace(found, plan)
     return found

@@ -46,6 +46,7 @@ from validate.systems.torch.adapters import with_adapters
 from validate.systems.torch.architectures import is_architecture, small_module
 from validate.systems.torch.compiled import compile_blocks
 from validate.systems.torch.lightning_demo import LightningDemo, texts
+from validate.systems.torch.masks import constants_known, known_inputs
 from validate.systems.torch.parallelize import (
     checkpoint_of,
     fsdp_options,
@@ -272,6 +273,33 @@ def _typed_image_and_text(samples: int, seq_len: int, generator: torch.Generator
     inputs = _image_and_text(samples, seq_len, generator, **sizes)
     ids = inputs["input_ids"]
     return {**inputs, "token_type_ids": (ids != ids[0, 0]).long()}
+
+
+OF_PATCHES: Final = {"depth": 4, "num_heads": 4, "patch_size": 4, "temporal_patch_size": 2}
+OF_THREE_AXES: Final = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
+"""Positions along time, rows and columns, for heads of 16."""
+
+GRID: Final = (8, 8)
+"""Rows and columns of patches in an image that is cut into patches, of which four become one token."""
+
+
+def _patches_and_text(
+    samples: int,
+    seq_len: int,
+    generator: torch.Generator,
+    grid: tuple[int, int] = GRID,
+    width: int = 3 * 2 * 4**2,
+    vocabulary: int = VOCABULARY,
+) -> Inputs:
+    """Sequences that begin with an image cut into patches, as the processors of Qwen2-VL and others do it."""
+    rows, columns = grid
+    inputs = _image_and_text(samples, seq_len, generator, 1, rows * columns // 4, vocabulary)
+    return {
+        **inputs,
+        "mm_token_type_ids": (inputs["input_ids"] == vocabulary - 1).long(),
+        "pixel_values": torch.randn(samples * rows * columns, width, generator=generator),
+        "image_grid_thw": torch.tensor([[1, rows, columns]]).repeat(samples, 1),
+    }
 
 
 def _labelled_images(samples: int, _seq_len: int, generator: torch.Generator, size: int = IMAGE) -> Inputs:
@@ -605,6 +633,41 @@ AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
         inputs=partial(_typed_image_and_text, size=224, pieces=256, vocabulary=257_216),
         seq_len=1024, package="transformers", gpu_batch=2,
     ),
+    "qwen2.5-vl-3b": Wild(
+        module=_language(
+            "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig",
+            {"vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+                               "out_hidden_size": 2048, "patch_size": 14, "window_size": 112,
+                               "fullatt_block_indexes": [7, 15, 23, 31]},
+             "text_config": {"hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36,
+                             "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151_936,
+                             "max_position_embeddings": 128_000, "tie_word_embeddings": True,
+                             "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24],
+                                                 "rope_theta": 1_000_000.0},
+                             "use_cache": False},
+             "tie_word_embeddings": True, "image_token_id": 151_935},
+            use_cache=False,
+        ),
+        inputs=partial(_patches_and_text, grid=(32, 32), width=3 * 2 * 14**2, vocabulary=151_936),
+        seq_len=1024, package="transformers", gpu_batch=1,
+    ),
+    "qwen2-vl-2b": Wild(
+        module=_language(
+            "Qwen2VLForConditionalGeneration", "Qwen2VLConfig",
+            {"vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "mlp_ratio": 4,
+                               "num_heads": 16, "patch_size": 14},
+             "text_config": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                             "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936,
+                             "max_position_embeddings": 32_768, "tie_word_embeddings": True,
+                             "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24],
+                                                 "rope_theta": 1_000_000.0},
+                             "use_cache": False},
+             "tie_word_embeddings": True, "image_token_id": 151_935},
+            use_cache=False,
+        ),
+        inputs=partial(_patches_and_text, grid=(32, 32), width=3 * 2 * 14**2, vocabulary=151_936),
+        seq_len=2048, package="transformers", gpu_batch=2,
+    ),
     "bert-large": Wild(
         module=_language(
             "BertForMaskedLM", "BertConfig",
@@ -727,6 +790,43 @@ IN_SMALL: Final[Mapping[str, Wild]] = {
             use_cache=False,
         ),
         inputs=_typed_image_and_text,
+        seq_len=64,
+        package="transformers",
+    ),
+    "hf-qwen2-vl": Wild(
+        module=_language(
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2VLConfig",
+            {
+                "vision_config": {**OF_PATCHES, "embed_dim": WIDTH, "hidden_size": WIDTH, "mlp_ratio": 2},
+                "text_config": {**GROUPED, "rope_parameters": OF_THREE_AXES, "use_cache": False},
+                "image_token_id": VOCABULARY - 1,
+            },
+            use_cache=False,
+        ),
+        inputs=_patches_and_text,
+        seq_len=64,
+        package="transformers",
+    ),
+    "hf-qwen2.5-vl": Wild(
+        module=_language(
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen2_5_VLConfig",
+            {
+                "vision_config": {
+                    **OF_PATCHES,
+                    "hidden_size": WIDTH,
+                    "intermediate_size": 176,
+                    "out_hidden_size": WIDTH,
+                    "fullatt_block_indexes": [1, 3],
+                    "window_size": 16,
+                },
+                "text_config": {**GROUPED, "rope_parameters": OF_THREE_AXES, "use_cache": False},
+                "image_token_id": VOCABULARY - 1,
+            },
+            use_cache=False,
+        ),
+        inputs=_patches_and_text,
         seq_len=64,
         package="transformers",
     ),
@@ -1139,9 +1239,11 @@ def wild_inputs(
     drawn = inputs_over(plan.cp, wild_of(model).inputs(plan.global_batch, plan.seq_len, generator))
     place = at.dp_replicate * plan.dp + at.dp
     own: dict[int, Tensor] = {}
-    for value in drawn.values():
-        own.setdefault(id(value), value.chunk(plan.n_replicas)[place].clone().to(device))
-    return {name: own[id(value)] for name, value in drawn.items()}
+    parts = {name: value.chunk(plan.n_replicas)[place] for name, value in drawn.items()}
+    for name, value in drawn.items():
+        own.setdefault(id(value), parts[name].clone().to(device))
+    found = {name: own[id(value)] for name, value in drawn.items()}
+    return found if device.type == "cpu" else known_inputs(found, parts)
 
 
 def _offloads(module: nn.Module, plan: Plan) -> AbstractContextManager[Any]:
@@ -1180,7 +1282,7 @@ def wild_passes(
 
     if plan.cp > 1 or device.type == "cpu":  # the ranks of a sequence have rows that are not consecutive
         return restored
-    return values_as_on_a_gpu()(run)
+    return values_as_on_a_gpu()(constants_known()(run))
 
 
 def _passes(
