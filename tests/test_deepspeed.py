@@ -73,13 +73,18 @@ LAWFUL: list[dict[str, Any]] = [
     {"zero": 3, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0},
     {"zero": 3, "zero_hpz_partition_size": 2, "global_batch": 12, "stage3_max_reuse_distance": 0},
     {"zero": 3, "zero_hpz_partition_size": 4, "offload_optimizer": "cpu", "stage3_max_reuse_distance": 0},
+    {"zero": 0, "pp": 2, "dp": 2, "global_batch": 12, "reduce_bucket_size": 500_000_000},
+    {"zero": 0, "pp": 4, "dp": 2, "global_batch": 2, "reduce_bucket_size": 500_000_000, "recompute": "full"},
+    {"zero": 1, "pp": 3, "dp": 2, "global_batch": 16, "partition_method": "uniform"},
+    {"zero": 1, "pp": 2, "dp": 2, "global_batch": 8, "precision": "fp16-mixed", "clip_grad_norm": 1.0},
+    {"zero": 0, "pp": 2, "precision": "fp16-mixed", "reduce_bucket_size": 500_000_000},
 ]
 
 
 @pytest.mark.parametrize("options", LAWFUL, ids=str)
 def test_laws_hold_under_deepspeed(options):
     asked = USUAL | options
-    check_laws(memplan.estimate(GPT, cluster=f"{asked['dp']}xh100-sxm", **asked))
+    check_laws(memplan.estimate(GPT, cluster=f"{asked['dp'] * asked.get('pp', 1)}xh100-sxm", **asked))
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -356,7 +361,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"zero": 1, "precision": "fp32"}, "precision='fp32'"),
     ({"zero": 1, "optimizer": "sgd"}, "optimizer='sgd'"),
-    ({"zero": 1, "pp": 2}, "pp=2"),
+    ({"zero": 2, "pp": 2}, "zero=2: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"),
+    ({"zero": 1, "pp": 2, "tp": 2}, "pp=2 with tp=2 has no rule yet"),
+    ({"zero": 1, "pp": 2, "schedule": "gpipe"}, "schedule='gpipe': DeepSpeed's TrainSchedule"),
+    ({"zero": 1, "pp": 2, "layers_per_stage": (1, 3)}, "layers_per_stage: DeepSpeed's PipelineModule"),
+    ({"zero": 1, "pp": 2, "overlap_comm": True}, "overlap_comm=True: Pipeline parallelism does not"),
+    ({"zero": 1, "pp": 2, "offload_optimizer": "cpu"}, "pp=2 with offload_optimizer has no rule yet"),
+    ({"zero": 1, "pp": 2, "recompute": "full", "recompute_blocks": 1}, "pp=2 with recompute_blocks"),
+    ({"zero": 1, "pp": 7, "global_batch": 28}, "pp=7: gpt-small has 6 layers for DeepSpeed's"),
+    ({"zero": 1, "partition_method": "uniform"}, "partition_method='uniform' is of pipelines"),
     ({"zero": 1, "dp": 1}, "dp=1"),
     ({"zero": 0}, "reduce_bucket_size=10000"),
 ]

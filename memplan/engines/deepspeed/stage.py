@@ -12,12 +12,13 @@ from memplan.memory import Alive
 from memplan.models import Model, of_length, under_deepspeed
 from memplan.models.recording import ULYSSES
 from memplan.parts.stage import WholeStage
+from memplan.passes.trace import Segment
 from memplan.plan import Plan
+from memplan.record import Event
 from memplan.shapes import FP32, INT32, Buffer, DType, Parameter, buffer_of
 from memplan.tape import Backend, OpContext
 
 
-@final
 class DeepSpeedStage(WholeStage):
     """The whole model in the type it computes in: `module.half()` or `module.bfloat16()`.
 
@@ -67,3 +68,36 @@ class DeepSpeedStage(WholeStage):
         """FusedAdam's overflow buffer; DeepSpeedCPUAdam allocates no buffer on the GPU."""
         on_gpu = self.options.offload_optimizer == "none"
         return [buffer_of("_dummy_overflow_buf", (1,), INT32)] * on_gpu
+
+
+@final
+class PipelineStage(DeepSpeedStage):
+    """Some layers of the model, as a rank of a pipeline has them.
+
+    Source: `deepspeed.runtime.pipe.module:PipelineModule._build`.
+    """
+
+    def __init__(self, whole: DeepSpeedStage, layers: range, blocks: range) -> None:
+        super().__init__(whole.model, whole.plan, whole.device, whole.backend)
+        self.whole = whole
+        self.first, self.last = layers.start == 0, layers.stop == whole.n_blocks + 2
+        self.layers, self.n_blocks = whole.model.layers_in(blocks), len(blocks)
+
+    @cached_property
+    def head(self) -> tuple[Segment, Segment]:
+        """The head's passes; a stage without blocks clones its input for the head, as for a block."""
+        trace = self._with_blocks
+        return trace.head, trace.head_backward
+
+    @cached_property
+    def inputs(self) -> list[Buffer]:
+        """The step's tokens and targets, which the first and the last stage are handed."""
+        return super().inputs if self.first or self.last else []
+
+    def draw_inputs(self) -> Iterator[Event]:
+        return super().draw_inputs() if self.first or self.last else iter(())
+
+    @cached_property
+    def workspaces(self) -> tuple[tuple[frozenset[Buffer], Buffer], ...]:
+        """What cuBLAS keeps; nothing beside an embedding alone."""
+        return super().workspaces if self.n_blocks or self.last else ()
