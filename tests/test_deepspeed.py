@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import memplan
 from memplan import launchers
 from memplan.device import H100
+from memplan.engines.deepspeed.partition import partition_balanced, partition_uniform
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.options import plan_of
 from memplan.errors import MemplanError, MissingRule
@@ -78,6 +79,7 @@ LAWFUL: list[dict[str, Any]] = [
     {"zero": 1, "pp": 3, "dp": 2, "global_batch": 16, "partition_method": "uniform"},
     {"zero": 1, "pp": 2, "dp": 2, "global_batch": 8, "precision": "fp16-mixed", "clip_grad_norm": 1.0},
     {"zero": 0, "pp": 2, "precision": "fp16-mixed", "reduce_bucket_size": 500_000_000},
+    {"zero": 1, "pp": 2, "dp": 2, "global_batch": 8, "activation_checkpoint_interval": 2},
 ]
 
 
@@ -343,6 +345,47 @@ def test_tensor_parallel_ranks_are_read_and_written():
     assert read_configuration(CONFIGURATION | {"sequence_parallel_size": 4}, GPT).keywords["cp"] == 4
 
 
+def test_a_pipeline_has_a_section_of_its_own():
+    section = {
+        "stages": 2,
+        "partition": "best",
+        "activation_checkpoint_interval": 1,
+        "pipe_partitioned": False,
+    }
+    read = read_configuration(CONFIGURATION | {"zero_optimization": {"stage": 1}, "pipeline": section}, GPT)
+    assert read.keywords["activation_checkpoint_interval"] == 1
+    found = memplan.estimate(GPT, cluster="8xh100-sxm", seq_len=32, pp=2, **read.on_ranks(4))
+    written = launchers.exported(found, "deepspeed")
+    assert json.loads(written.text)["pipeline"] == {"activation_checkpoint_interval": 1}
+    assert json.loads(written.text)["train_batch_size"] == 24
+    assert "PipelineModule(layers, num_stages=2, partition_method='parameters'" in " ".join(written.notes)
+    for wrong in ({"use_reentrant": False}, {"pipe_partitioned": 1}):
+        with pytest.raises(MemplanError, match=r"; (use|leave)"):
+            read_configuration(CONFIGURATION | {"pipeline": section | wrong}, GPT)
+
+
+@given(SIZES, st.integers(1, 6))
+def test_layers_are_dealt_out_in_order(sizes, n_parts):
+    for parts in (partition_balanced(tuple(sizes), n_parts), partition_uniform(len(sizes), n_parts)):
+        assert len(parts) == n_parts + 1
+        assert (parts[0], parts[-1]) == (0, len(sizes))
+        assert sorted(parts) == list(parts)
+
+
+def test_the_last_stage_keeps_the_logits_of_two_micro_batches():
+    asked: dict[str, Any] = {
+        "engine": "deepspeed",
+        "pp": 2,
+        "dp": 4,
+        "cluster": "8xh100-sxm",
+        "seq_len": 2048,
+    }
+    one, two, many = (memplan.estimate("llama-3-8b", global_batch=4 * m, **asked) for m in (1, 2, 8))
+    logits = 2048 * 128_256 * 2
+    assert logits < two.stages[1].rest_bytes - one.stages[1].rest_bytes < 1.2 * logits
+    assert many.stages[1].rest_bytes - two.stages[1].rest_bytes < logits / 100
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
     ({"zero": 3, "zero_hpz_partition_size": 3}, "zero_hpz_partition_size=3 does not divide dp=4"),
@@ -369,6 +412,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 1, "pp": 2, "offload_optimizer": "cpu"}, "pp=2 with offload_optimizer has no rule yet"),
     ({"zero": 1, "pp": 2, "recompute": "full", "recompute_blocks": 1}, "pp=2 with recompute_blocks"),
     ({"zero": 1, "pp": 7, "global_batch": 28}, "pp=7: gpt-small has 6 layers for DeepSpeed's"),
+    (
+        {"zero": 1, "pp": 2, "recompute": "full", "activation_checkpoint_interval": 1},
+        "pp=2 with activation_checkpoint_interval beside recompute='full'",
+    ),
+    ({"zero": 1, "activation_checkpoint_interval": 1}, "activation_checkpoint_interval=1 is of pipelines"),
     ({"zero": 1, "partition_method": "uniform"}, "partition_method='uniform' is of pipelines"),
     ({"zero": 1, "dp": 1}, "dp=1"),
     ({"zero": 0}, "reduce_bucket_size=10000"),

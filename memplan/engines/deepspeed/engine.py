@@ -42,6 +42,13 @@ class DeepSpeed(Engine):
                     kind=f"DeepSpeed's {method} on CPU ranks",
                 )
 
+        if device.on_cpu and deepspeed_options(plan).activation_checkpoint_interval:
+            raise MissingRule(
+                "activation_checkpoint_interval: DeepSpeed's checkpointing has rules on GPUs only; use a "
+                "cluster, or leave it out.",
+                kind="DeepSpeed's checkpointing on CPU ranks",
+            )
+
     def n_communicators(self, plan: Plan) -> int:
         """One more for the ranks that divide hpZ's copy of the weights."""
         return super().n_communicators(plan) + (deepspeed_options(plan).zero_hpz_partition_size > 1)

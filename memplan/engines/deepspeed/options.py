@@ -76,6 +76,10 @@ class DeepSpeedOptions:
         "parameters",
         Choice("How PipelineModule deals layers out to stages", choices=METHODS, word="partition"),
     )
+    activation_checkpoint_interval: int = described(
+        0,
+        Count("Layers that DeepSpeed's pipeline checkpoints together; 0: none", least=0, word="ckpt"),
+    )
     alloc_conf: str = described("", ALLOC_CONF)
 
 

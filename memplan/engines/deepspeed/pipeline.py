@@ -10,14 +10,13 @@ from itertools import groupby
 from typing import Final, final
 
 from memplan.engines.base import RankRecord
+from memplan.engines.deepspeed.checkpointing import CheckpointedBlocks
 from memplan.engines.deepspeed.partition import blocks_in, stages
 from memplan.engines.deepspeed.runtime import LOSS, SCALED, DeepSpeedEngine
 from memplan.engines.deepspeed.stage import DeepSpeedStage, PipelineStage
 from memplan.engines.deepspeed.zero_optimizer import UPDATE_NAME
 from memplan.parts.flat import Slot
-from memplan.passes.backward import from_outside
 from memplan.passes.module_calls import Part
-from memplan.passes.trace import Segment
 from memplan.plan import Rank
 from memplan.record import (
     Collective,
@@ -83,6 +82,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.buffer = buffer_of("buffer to receive into", boundary.shape, boundary.dtype)
         tokens = plan.micro_batch, plan.seq_len
         self.loaded, self.cloned = (buffer_of(name, tokens, INT64) for name in ("loaded", "clone of tokens"))
+        self.blocks = CheckpointedBlocks(stage)
         self._forwards: dict[tuple[bool, bool], Stretch] = {}
         self._backwards: dict[bool, Stretch] = {}
         super().__init__(stage, rank)
@@ -107,12 +107,7 @@ class PipelineEngine(DeepSpeedEngine):
         stage, trace, i = self.stage, self.trace, 0
         yield Part("forward: casts of inputs", trace.cast_inputs, self.ends)
         yield Part("forward: embedding", trace.embed, self.ends)
-        kinds = [block.forward for block, n in stage.blocks for _ in range(n)]
-        if kinds and not stage.last:
-            kinds[-1] = trace.sending(kinds[-1])
-        if kinds and stage.first:
-            (kinds[0], _), *_ = stage.forward_order
-        for i, segment in enumerate(kinds):
+        for i, segment in enumerate(self.blocks.forward()):
             yield Part("forward: block", segment, self.places[i], i)
         if stage.last:
             yield Part("forward: head", stage.head[0], self.ends)
@@ -123,13 +118,9 @@ class PipelineEngine(DeepSpeedEngine):
     def _backward_parts(self) -> Iterator[Part[Slot]]:
         stage, trace = self.stage, self.trace
         if stage.last:
-            yield Part("backward: head", stage.head[1], self.ends)
-        kinds = [block for block, n in stage.blocks for _ in range(n)]
-        for i in reversed(range(len(kinds))):
-            segment = kinds[i].backward if i or not stage.first else kinds[i].entry_backward
-            if i == len(kinds) - 1 and not stage.last:
-                segment = Segment(from_outside(segment.events, trace.boundary_grad))
-            yield Part("backward: block", segment, self.places[i], i)
+            yield Part("backward: head", self.blocks.head_backward(), self.ends)
+        for i in reversed(range(stage.n_blocks)):
+            yield Part("backward: block", self.blocks.backward(i), self.places[i], i)
         yield Part("backward: embedding", trace.embed_backward, self.ends)
 
     def _p2p(self, kind: CollectiveKind, what: str) -> Stretch:
@@ -193,12 +184,18 @@ class PipelineEngine(DeepSpeedEngine):
         )
 
     def _schedule(self, *, first_step: bool) -> Iterator[Stretch]:
-        """All passes: forward ones until a backward one can be, both in turn, the backward ones left."""
+        """All passes: forward ones until a backward one can be, both in turn, the backward ones left.
+
+        The first step makes what a stage receives into, when it first receives: gradients on the first stage.
+        """
         m, ahead = self.n_micro_batches, self.n_in_flight
         forwards = [self.micro_batch_forward(i, first_step=first_step) for i in range(m)]
         backwards = [self.micro_batch_backward(older=i > 0) for i in range(m)]
+        made = [events("buffers", (*allocs(META, self.buffer), *frees(META)))] * first_step
+        yield from made * (not self.stage.first)
         for one, equal in groupby(forwards[:ahead]):
             yield repeated(one, len(list(equal)))
+        yield from made * self.stage.first
         for both, pairs in groupby(zip(backwards, forwards[ahead:], strict=False)):
             yield repeated(chain("backward and forward", *both), len(list(pairs)))
         for one, equal in groupby(backwards[m - ahead :]):
@@ -217,12 +214,7 @@ class PipelineEngine(DeepSpeedEngine):
         loss = events("loss of the step", self._aggregated(first_step=first_step))
         update = chain("update", self.optimizer.step(), loss)
         start = events("start of the step", frees(*dropped))
-        made = [events("buffers", self._made())] * first_step
-        return chain("step", start, *made, *passes, reduced, update), update
-
-    def _made(self) -> Iterator[Event]:
-        """What the first step makes: the buffer to receive into, beside what says its shape."""
-        yield from (*allocs(META, self.buffer), *frees(META))
+        return chain("step", start, *passes, reduced, update), update
 
     def _aggregated(self, *, first_step: bool) -> Iterator[Event]:
         """The mean loss, which the last stage sends to all.

@@ -157,25 +157,26 @@ def _check_pipeline(model: Model, plan: Plan) -> None:
     """
     options, pp = deepspeed_options(plan), plan.pp
     if pp == 1:
-        if options.partition_method != DeepSpeedOptions().partition_method:
-            raise PlanRefused(
-                f"partition_method={options.partition_method!r} is of pipelines; leave it out, or use "
-                "pp=2 or more.",
-                kind="options of DeepSpeed's pipelines without a pipeline",
-            )
+        for name in ("partition_method", "activation_checkpoint_interval"):
+            if (value := getattr(options, name)) != getattr(DeepSpeedOptions(), name):
+                raise PlanRefused(
+                    f"{name}={value!r} is of pipelines; leave it out, or use pp=2 or more.",
+                    kind="options of DeepSpeed's pipelines without a pipeline",
+                )
         return
     whole = isinstance(model, Llama | Gpt | TorchtitanLlama) and not _is_of_transformers(model)
     _check_schedule(plan)
     not_modelled = (
         (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
         (plan.cp > 1, f"cp={plan.cp}", "cp=1"),
-        (
-            not whole,
-            f"{model.name} ({model.code}), which is no list of layers,",
-            "implementation='reference'",
-        ),
+        (not whole, f"{model.name} ({model.code}), no list of layers,", "implementation='reference'"),
         (whole and ends_are_tied(model), f"tied ends, as {model.name} has,", "a model with untied ends"),
         (options.offload_optimizer != "none", "offload_optimizer", "offload_optimizer='none'"),
+        (
+            options.activation_checkpoint_interval > 0 and plan.recompute != "none",
+            f"activation_checkpoint_interval beside recompute={plan.recompute!r}",
+            "recompute='none'",
+        ),
         (plan.recompute_blocks is not None, "recompute_blocks", "recompute of all blocks"),
     )
     check_beside(f"pp={pp}", "pp", "pp=1", not_modelled)

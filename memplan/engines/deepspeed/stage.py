@@ -12,7 +12,7 @@ from memplan.memory import Alive
 from memplan.models import Model, of_length, under_deepspeed
 from memplan.models.recording import ULYSSES
 from memplan.parts.stage import WholeStage
-from memplan.passes.trace import Segment
+from memplan.passes.trace import BlockKind, Segment, Trace
 from memplan.plan import Plan
 from memplan.record import Event
 from memplan.shapes import FP32, INT32, Buffer, DType, Parameter, buffer_of
@@ -79,9 +79,38 @@ class PipelineStage(DeepSpeedStage):
 
     def __init__(self, whole: DeepSpeedStage, layers: range, blocks: range) -> None:
         super().__init__(whole.model, whole.plan, whole.device, whole.backend)
-        self.whole = whole
+        self.whole, self.own, self.blocks_of_model = whole, layers, blocks
         self.first, self.last = layers.start == 0, layers.stop == whole.n_blocks + 2
         self.layers, self.n_blocks = whole.model.layers_in(blocks), len(blocks)
+
+    @cached_property
+    def checkpointed(self) -> tuple[range, ...]:
+        """The blocks that are checkpointed together, without those that share an interval with an end.
+
+        The block's class is in `checkpointable_layers`, the ends' are not.
+
+        Source: `deepspeed.runtime.pipe.module:PipelineModule._is_checkpointable`.
+        """
+        n, each = self.n_blocks + self.first + self.last, self.options.activation_checkpoint_interval
+        found = [range(start, min(start + each, n)) for start in range(0, n, each)] if each else []
+        blocks = [range(one.start - self.first, one.stop - self.first) for one in found]
+        return tuple([one for one in blocks if one.start >= 0 and one.stop <= self.n_blocks])
+
+    @property
+    def receiving(self) -> Trace:
+        """The trace of these blocks on a stage that receives the gradient of its output."""
+        if not self.last:
+            return self.trace
+        other = PipelineStage(self.whole, self.own, self.blocks_of_model)
+        other.last = False
+        return other.trace
+
+    @cached_property
+    def _with_blocks(self) -> Trace:
+        """The trace, of checkpointed blocks too where DeepSpeed checkpoints any."""
+        kinds = dict(self.runs)
+        again = [BlockKind(kind, "full") for kind, _ in kinds if self.checkpointed]
+        return self.traced((*kinds, *again))
 
     @cached_property
     def head(self) -> tuple[Segment, Segment]:

@@ -60,7 +60,8 @@ def _layers(case: Case, device: torch.device) -> list[Any]:
     spec, model = import_module("deepspeed.pipe").LayerSpec, cast(Decoder, case.model)
     shared = None
     if not isinstance(model, Gpt):
-        shared = rotations(case.plan.seq_len, model.d_head, cast(Any, model).rope_theta, device)
+        angles = rotations(case.plan.seq_len, model.d_head, cast(Any, model).rope_theta, torch.device("cpu"))
+        shared = angles.to(device)
     none = range(0)
     blocks = [spec(Block, case, range(i, i + 1), shared) for i in range(model.n_layers)]
     return [
@@ -123,11 +124,13 @@ class PipelineTraining(DeepSpeedTraining):
         return [*getattr(optimizer, self._masters), *(one for one in moments if isinstance(one, Tensor))]
 
     def gradient_norm_squared(self) -> float:
+        """Each rank of a stage has its own partition under ZeRO-1; all have what BF16_Optimizer sums."""
         optimizer = self._engine.optimizer
-        if not hasattr(optimizer, "fp32_groups_gradients_flat"):
-            return super().gradient_norm_squared()
-        found = [one.double().square().sum() for one in optimizer.fp32_groups_gradients_flat]
-        return float(torch.stack(found).sum())
+        flat = getattr(optimizer, "fp32_groups_gradients_flat", None) or self.grads()
+        total = torch.stack([one.double().square().sum() for one in flat]).sum()
+        if self._zero:
+            dist.all_reduce(total, group=self._engine.grid.get_data_parallel_group())
+        return float(total)
 
 
 def pipelined(case: Case, at: Rank, device: torch.device, config: dict[str, Any]) -> PipelineTraining:
@@ -135,12 +138,14 @@ def pipelined(case: Case, at: Rank, device: torch.device, config: dict[str, Any]
     import deepspeed
 
     pipe: Any = import_module("deepspeed.pipe")
-    plan = case.plan
+    plan, options = case.plan, deepspeed_options(case.plan)
     module = pipe.PipelineModule(
         _layers(case, device),
         num_stages=plan.pp,
         loss_fn=partial(token_loss, chunks=plan.loss_chunks),
-        partition_method=deepspeed_options(plan).partition_method,
+        partition_method=options.partition_method,
+        activation_checkpoint_interval=options.activation_checkpoint_interval,
+        checkpointable_layers=[Block.__name__] if options.activation_checkpoint_interval else None,
     )
     if case.computes:
         alone = case.reference().plan
