@@ -386,6 +386,12 @@ def test_the_last_stage_keeps_the_logits_of_two_micro_batches():
     assert many.stages[1].rest_bytes - two.stages[1].rest_bytes < logits / 100
 
 
+def test_a_search_tries_pipelines_under_zero_0_and_1():
+    found = memplan.search(LLAMA, cluster="4xh100-sxm", engine="deepspeed", pp=2, global_batch=8, seq_len=64)
+    assert set(found["pp"]) == {2}
+    assert set(found["zero"][found["verdict"] != "refused"]) == {0, 1}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
     ({"zero": 3, "zero_hpz_partition_size": 3}, "zero_hpz_partition_size=3 does not divide dp=4"),
@@ -407,6 +413,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 2, "pp": 2}, "zero=2: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"),
     ({"zero": 1, "pp": 2, "tp": 2}, "pp=2 with tp=2 has no rule yet"),
     ({"zero": 1, "pp": 2, "schedule": "gpipe"}, "schedule='gpipe': DeepSpeed's TrainSchedule"),
+    ({"zero": 1, "pp": 2, "schedule": "dualpipe-v"}, "pp=2 with schedule='dualpipe-v' (DualPipeVModule)"),
     ({"zero": 1, "pp": 2, "layers_per_stage": (1, 3)}, "layers_per_stage: DeepSpeed's PipelineModule"),
     ({"zero": 1, "pp": 2, "overlap_comm": True}, "overlap_comm=True: Pipeline parallelism does not"),
     ({"zero": 1, "pp": 2, "offload_optimizer": "cpu"}, "pp=2 with offload_optimizer has no rule yet"),

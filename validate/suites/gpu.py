@@ -368,6 +368,7 @@ DEEPSPEED_PIPELINES: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], 
     for pp, model, options, ranks in (
         (2, WIDE, {"global_batch": 4, **FULL}, (0, 1)),
         (2, WIDE, {"global_batch": 4, "zero": 1, "seq_len": 1024}, (0, 1)),
+        (2, WIDE, {"dp": 2, "global_batch": 8, "zero": 1, "seq_len": 1024}, (0, 3)),
         (2, WIDE, {"dp": 4, "global_batch": 32, "zero": 1, "clip_grad_norm": 1.0}, (0, 7)),
         (4, WIDE, {"global_batch": 8}, (0, 1, 3)),
         (4, WIDE, {"dp": 2, "global_batch": 16, **FULL}, (0, 5, 7)),

@@ -17,6 +17,9 @@ from memplan.plan import Plan
 PRECISIONS: Final = ("bf16-mixed", "fp16-mixed")
 """`bf16.enabled`, `fp16.enabled`."""
 
+DUALPIPE: Final = "dualpipe-v"
+"""The schedule that DeepSpeed has a module and an engine of its own for."""
+
 
 def _check_modelled(model: Model, plan: Plan) -> None:
     """Raise for what has no rule yet, with DeepSpeed's name of it.
@@ -167,6 +170,7 @@ def _check_pipeline(model: Model, plan: Plan) -> None:
     whole = isinstance(model, Llama | Gpt | TorchtitanLlama) and not _is_of_transformers(model)
     _check_schedule(plan)
     not_modelled = (
+        (plan.schedule == DUALPIPE, f"schedule={DUALPIPE!r} (DualPipeVModule)", "schedule='1f1b'"),
         (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
         (plan.cp > 1, f"cp={plan.cp}", "cp=1"),
         (not whole, f"{model.name} ({model.code}), no list of layers,", "implementation='reference'"),
@@ -198,12 +202,12 @@ def _check_schedule(plan: Plan) -> None:
             "zero=0.",
         ),
         (
-            plan.schedule != "1f1b",
+            plan.schedule not in ("1f1b", DUALPIPE),
             f"schedule={plan.schedule!r}: DeepSpeed's TrainSchedule runs forward and backward passes in "
             "turn; use schedule='1f1b'.",
         ),
         (
-            plan.virtual_stages > 1,
+            plan.virtual_stages > 1 and plan.schedule != DUALPIPE,
             f"virtual_stages={plan.virtual_stages}: a rank of DeepSpeed's TrainSchedule has one stage; use "
             "virtual_stages=1.",
         ),
