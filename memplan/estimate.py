@@ -819,6 +819,9 @@ def estimate(
             zero_hpz_partition_size: ranks that divide ZeRO-3's second copy of the weights (hpZ); 1: none.
             offload_optimizer: DeepSpeed's optimizer is on the host, "cpu" or "cpu-pinned", or not, "none".
             offload_param: ZeRO-3's partitions of weights are on the host, "cpu", or not, "none".
+            partition_method: how DeepSpeed's PipelineModule deals layers out: equal "parameters", numbers of
+                layers, "uniform", or of blocks, "type:block".
+            activation_checkpoint_interval: layers that DeepSpeed's pipeline checkpoints together; 0: none.
             reduce_buffer_size: elements of a bucket of FairScale's ShardedDataParallel; 0: no buckets.
             overlap_communication: Colossal-AI reduces gradients on another stream, as they come.
             communication_dtype: Colossal-AI reduces gradients in "fp32", "bf16", "fp16", or their own type,

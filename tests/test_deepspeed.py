@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import memplan
 from memplan import launchers
 from memplan.device import H100
+from memplan.engines.deepspeed.partition import partition_balanced, partition_uniform
 from memplan.engines.deepspeed.stage import DeepSpeedStage
 from memplan.engines.options import plan_of
 from memplan.errors import MemplanError, MissingRule
@@ -73,13 +74,19 @@ LAWFUL: list[dict[str, Any]] = [
     {"zero": 3, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0},
     {"zero": 3, "zero_hpz_partition_size": 2, "global_batch": 12, "stage3_max_reuse_distance": 0},
     {"zero": 3, "zero_hpz_partition_size": 4, "offload_optimizer": "cpu", "stage3_max_reuse_distance": 0},
+    {"zero": 0, "pp": 2, "dp": 2, "global_batch": 12, "reduce_bucket_size": 500_000_000},
+    {"zero": 0, "pp": 4, "dp": 2, "global_batch": 2, "reduce_bucket_size": 500_000_000, "recompute": "full"},
+    {"zero": 1, "pp": 3, "dp": 2, "global_batch": 16, "partition_method": "uniform"},
+    {"zero": 1, "pp": 2, "dp": 2, "global_batch": 8, "precision": "fp16-mixed", "clip_grad_norm": 1.0},
+    {"zero": 0, "pp": 2, "precision": "fp16-mixed", "reduce_bucket_size": 500_000_000},
+    {"zero": 1, "pp": 2, "dp": 2, "global_batch": 8, "activation_checkpoint_interval": 2},
 ]
 
 
 @pytest.mark.parametrize("options", LAWFUL, ids=str)
 def test_laws_hold_under_deepspeed(options):
     asked = USUAL | options
-    check_laws(memplan.estimate(GPT, cluster=f"{asked['dp']}xh100-sxm", **asked))
+    check_laws(memplan.estimate(GPT, cluster=f"{asked['dp'] * asked.get('pp', 1)}xh100-sxm", **asked))
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -338,6 +345,53 @@ def test_tensor_parallel_ranks_are_read_and_written():
     assert read_configuration(CONFIGURATION | {"sequence_parallel_size": 4}, GPT).keywords["cp"] == 4
 
 
+def test_a_pipeline_has_a_section_of_its_own():
+    section = {
+        "stages": 2,
+        "partition": "best",
+        "activation_checkpoint_interval": 1,
+        "pipe_partitioned": False,
+    }
+    read = read_configuration(CONFIGURATION | {"zero_optimization": {"stage": 1}, "pipeline": section}, GPT)
+    assert read.keywords["activation_checkpoint_interval"] == 1
+    found = memplan.estimate(GPT, cluster="8xh100-sxm", seq_len=32, pp=2, **read.on_ranks(4))
+    written = launchers.exported(found, "deepspeed")
+    assert json.loads(written.text)["pipeline"] == {"activation_checkpoint_interval": 1}
+    assert json.loads(written.text)["train_batch_size"] == 24
+    assert "PipelineModule(layers, num_stages=2, partition_method='parameters'" in " ".join(written.notes)
+    for wrong in ({"use_reentrant": False}, {"pipe_partitioned": 1}):
+        with pytest.raises(MemplanError, match=r"; (use|leave)"):
+            read_configuration(CONFIGURATION | {"pipeline": section | wrong}, GPT)
+
+
+@given(SIZES, st.integers(1, 6))
+def test_layers_are_dealt_out_in_order(sizes, n_parts):
+    for parts in (partition_balanced(tuple(sizes), n_parts), partition_uniform(len(sizes), n_parts)):
+        assert len(parts) == n_parts + 1
+        assert (parts[0], parts[-1]) == (0, len(sizes))
+        assert sorted(parts) == list(parts)
+
+
+def test_the_last_stage_keeps_the_logits_of_two_micro_batches():
+    asked: dict[str, Any] = {
+        "engine": "deepspeed",
+        "pp": 2,
+        "dp": 4,
+        "cluster": "8xh100-sxm",
+        "seq_len": 2048,
+    }
+    one, two, many = (memplan.estimate("llama-3-8b", global_batch=4 * m, **asked) for m in (1, 2, 8))
+    logits = 2048 * 128_256 * 2
+    assert logits < two.stages[1].rest_bytes - one.stages[1].rest_bytes < 1.2 * logits
+    assert many.stages[1].rest_bytes - two.stages[1].rest_bytes < logits / 100
+
+
+def test_a_search_tries_pipelines_under_zero_0_and_1():
+    found = memplan.search(LLAMA, cluster="4xh100-sxm", engine="deepspeed", pp=2, global_batch=8, seq_len=64)
+    assert set(found["pp"]) == {2}
+    assert set(found["zero"][found["verdict"] != "refused"]) == {0, 1}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": 3, "recompute": "selective"}, "recompute='selective' with zero=3"),
     ({"zero": 3, "zero_hpz_partition_size": 3}, "zero_hpz_partition_size=3 does not divide dp=4"),
@@ -356,7 +410,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"zero": 1, "precision": "fp32"}, "precision='fp32'"),
     ({"zero": 1, "optimizer": "sgd"}, "optimizer='sgd'"),
-    ({"zero": 1, "pp": 2}, "pp=2"),
+    ({"zero": 2, "pp": 2}, "zero=2: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"),
+    ({"zero": 1, "pp": 2, "tp": 2}, "pp=2 with tp=2 has no rule yet"),
+    ({"zero": 1, "pp": 2, "schedule": "gpipe"}, "schedule='gpipe': DeepSpeed's TrainSchedule"),
+    ({"zero": 1, "pp": 2, "schedule": "dualpipe-v"}, "pp=2 with schedule='dualpipe-v' (DualPipeVModule)"),
+    ({"zero": 1, "pp": 2, "layers_per_stage": (1, 3)}, "layers_per_stage: DeepSpeed's PipelineModule"),
+    ({"zero": 1, "pp": 2, "overlap_comm": True}, "overlap_comm=True: Pipeline parallelism does not"),
+    ({"zero": 1, "pp": 2, "offload_optimizer": "cpu"}, "pp=2 with offload_optimizer has no rule yet"),
+    ({"zero": 1, "pp": 2, "recompute": "full", "recompute_blocks": 1}, "pp=2 with recompute_blocks"),
+    ({"zero": 1, "pp": 7, "global_batch": 28}, "pp=7: gpt-small has 6 layers for DeepSpeed's"),
+    (
+        {"zero": 1, "pp": 2, "recompute": "full", "activation_checkpoint_interval": 1},
+        "pp=2 with activation_checkpoint_interval beside recompute='full'",
+    ),
+    ({"zero": 1, "activation_checkpoint_interval": 1}, "activation_checkpoint_interval=1 is of pipelines"),
+    ({"zero": 1, "partition_method": "uniform"}, "partition_method='uniform' is of pipelines"),
     ({"zero": 1, "dp": 1}, "dp=1"),
     ({"zero": 0}, "reduce_bucket_size=10000"),
 ]

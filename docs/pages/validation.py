@@ -31,7 +31,7 @@ SUITES: Final = {
     "offloading": "inputs of recomputed blocks on the host",
     "trainers": "transformers' Trainer, alone, under DDP and FSDP",
     "trl": "TRL's SFTTrainer, DPOTrainer and GRPOTrainer, alone, under DDP and FSDP2",
-    "deepspeed": "DeepSpeed's ZeRO-0 to 3, and hpZ",
+    "deepspeed": "DeepSpeed's ZeRO-0 to 3, hpZ, and pipelines",
     "fairscale": "FairScale's OSS under DDP and ShardedDataParallel",
     "colossalai": "Colossal-AI's LowLevelZeroPlugin",
     "fullsize": "single ranks at true size, on tensors without data",

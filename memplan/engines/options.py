@@ -62,6 +62,8 @@ class EngineOptions(TypedDict, total=False):
     zero_hpz_partition_size: int
     offload_optimizer: Literal["none", "cpu", "cpu-pinned"]
     offload_param: Literal["none", "cpu"]
+    partition_method: Literal["parameters", "uniform", "type:block"]
+    activation_checkpoint_interval: int
     reduce_buffer_size: int
     overlap_communication: bool
     communication_dtype: Literal["none", "fp32", "bf16", "fp16"]

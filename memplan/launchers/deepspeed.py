@@ -15,6 +15,19 @@ from memplan.models import Model
 BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SECTIONS: Final = ("optimizer", "zero_optimization", "bf16", "fp16", "gradient_clipping", "tensor_parallel")
 
+PIPELINE: Final = "pipeline"
+OF_PIPELINE: Final[Mapping[str, Any]] = {"pipe_partitioned": True, "grad_partitioned": True}
+"""The section's name, and keys that must be true or false; they act over tensor-parallel ranks alone.
+
+Source: `deepspeed.runtime.pipe.engine:PipelineEngine.__init__`.
+"""
+
+READ_NOWHERE: Final = ("stages", "partition", "seed_layers")
+"""Keys of `pipeline` that DeepSpeed has defaults for and reads nowhere: PipelineModule's arguments say it."""
+
+INTERVAL: Final = "activation_checkpoint_interval"
+"""The key of `pipeline` that the engine hands on to its PipelineModule."""
+
 SEQUENCES: Final = ("sequence_parallel_size", "data_parallel_size")
 """Keys that say how many ranks divide a sequence; both together make a mesh for another attention."""
 
@@ -112,6 +125,15 @@ class DeepSpeedLauncher(Launcher):
         yield "The learning rate is DeepSpeed's default unless optimizer.params.lr says another."
         if job.estimate.plan.recompute != "none":
             yield "Recomputation is the training script's: it checkpoints the model's blocks."
+        if (pp := job.estimate.plan.pp) > 1:
+            method = plan_dict(job.estimate.plan)["partition_method"]
+            yield (
+                f"Stages are the training script's: PipelineModule(layers, num_stages={pp}, "
+                f"partition_method={method!r}, loss_fn=...), with the embedding, each block and the head as "
+                "a layer, and engine.train_batch(data_iter)."
+            )
+            if plan_dict(job.estimate.plan)[INTERVAL]:
+                yield "PipelineModule's checkpointable_layers has the class of the blocks, and no other."
         if job.estimate.plan.tp > 1:
             yield "train_batch_size counts a sequence once for each tensor-parallel rank, as DeepSpeed does."
         if (cp := job.estimate.plan.cp) > 1:
@@ -136,6 +158,7 @@ class DeepSpeedLauncher(Launcher):
         values = {
             **dict(zip(BATCH, batch, strict=True)),
             **({"tensor_parallel": {"autotp_size": plan.tp}} if plan.tp > 1 else {}),
+            **({PIPELINE: {INTERVAL: options[INTERVAL]}} if options[INTERVAL] else {}),
             half: {"enabled": True},
             "gradient_clipping": plan.clip_grad_norm or 0.0,
             "zero_optimization": zero,
@@ -161,11 +184,12 @@ def read_configuration(values: Any, model: Model) -> Read:
     """
     if not isinstance(values, Mapping):
         raise InvalidValue(f"{shown_value(values)} is no DeepSpeed configuration; use an object of its keys.")
-    _check_names("key of a DeepSpeed configuration", values, {*BATCH, *SECTIONS, *SEQUENCES, *HARMLESS})
+    known = {*BATCH, *SECTIONS, PIPELINE, *SEQUENCES, *HARMLESS}
+    _check_names("key of a DeepSpeed configuration", values, known)
     precision, is_open = _precision(values)
     keywords: dict[str, Any] = {"engine": "deepspeed", "precision": precision}
     keywords |= _zero(_section(values, "zero_optimization"), model)
-    keywords |= _degrees(values)
+    keywords |= _degrees(values) | _pipeline(_section(values, PIPELINE))
     if clip := values.get("gradient_clipping", 0.0):
         keywords["clip_grad_norm"] = MAX_GRAD_NORM if clip == AUTO_WORD else clip
     keywords["optimizer"] = _optimizer(_section(values, "optimizer"))
@@ -239,6 +263,24 @@ def _degrees(values: Mapping[str, Any]) -> dict[str, int]:
     tp = 0 if section.get("autotp_size") == 0 else _count("autotp_size", section)
     found = {"tp": tp, "cp": _count("sequence_parallel_size", values)}
     return {axis: n for axis, n in found.items() if n and n > 1}
+
+
+def _pipeline(section: Mapping[str, Any]) -> dict[str, int]:
+    """The layers that are checkpointed together, where the section says so.
+
+    Source: `deepspeed.runtime.config:get_pipeline_config`.
+    """
+    _check_names("key of pipeline", section, {*READ_NOWHERE, *OF_PIPELINE, INTERVAL, "use_reentrant"})
+    for name, usual in OF_PIPELINE.items():
+        if not isinstance(value := section.get(name, usual), bool):
+            raise InvalidValue(f"pipeline.{name}={shown_value(value)} is no bool; use true or false.")
+    n = section.get(INTERVAL, 0)
+    if n and section.get("use_reentrant") is False:
+        raise InvalidValue(
+            "pipeline.use_reentrant=false has no rule yet beside activation_checkpoint_interval; leave it "
+            "out."
+        )
+    return {INTERVAL: n} if n else {}
 
 
 def _precision(values: Mapping[str, Any]) -> tuple[str, bool]:

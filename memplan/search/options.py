@@ -80,6 +80,8 @@ class PlanOptions(TypedDict, total=False):
     zero_hpz_partition_size: int | Iterable[int]
     offload_optimizer: str | Iterable[str]
     offload_param: str | Iterable[str]
+    partition_method: str | Iterable[str]
+    activation_checkpoint_interval: int | Iterable[int]
     reduce_buffer_size: int | Iterable[int]
     overlap_communication: bool | Iterable[bool]
     communication_dtype: str | Iterable[str]

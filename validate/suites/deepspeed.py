@@ -1,4 +1,4 @@
-"""DeepSpeed on CPU ranks: ZeRO-0 to 3, and hpZ."""
+"""DeepSpeed on CPU ranks: ZeRO-0 to 3, hpZ, and pipelines."""
 
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ SMALL_3: Final[dict[str, Any]] = {
     "stage3_param_persistence_threshold": 100,
 }
 
+PIPELINE: Final[dict[str, Any]] = {"pp": 2, "zero": 0, "precision": "bf16-mixed"}
+
 SMALL: Final[tuple[Small, ...]] = (
     (LLAMA, {"zero": 0, "precision": "bf16-mixed"}),
     (LLAMA, {"zero": 1, **BUCKET, "global_batch": 8}),
@@ -26,6 +28,15 @@ SMALL: Final[tuple[Small, ...]] = (
     (LLAMA_ODD, {**SMALL_3, "dp": 4, "zero_hpz_partition_size": 4, "stage3_max_reuse_distance": 1000}),
     (LLAMA, {**SMALL_3, "dp": 6, "zero_hpz_partition_size": 3, "recompute": "full",
              "stage3_prefetch_bucket_size": 0}),
+    (LLAMA, {**PIPELINE, "dp": 1, "global_batch": 4}),
+    (GPT, {**PIPELINE, "dp": 1, "global_batch": 6, "recompute": "full"}),
+    (LLAMA, {**PIPELINE, "global_batch": 8, "clip_grad_norm": 0.1}),
+    (LLAMA, {**PIPELINE, **BUCKET, "zero": 1, "global_batch": 12}),
+    (GPT, {**PIPELINE, **BUCKET, "zero": 1, "dp": 1, "global_batch": 4, "micro_batch": 2}),
+    (LLAMA, {**PIPELINE, "pp": 3, "dp": 1, "global_batch": 5, "partition_method": "uniform"}),
+    (LLAMA_ODD, {**PIPELINE, "pp": 4, "dp": 1, "global_batch": 8, "partition_method": "type:block"}),
+    (LLAMA, {**PIPELINE, "pp": 4, "dp": 1, "global_batch": 1}),
+    (GPT, {**PIPELINE, **BUCKET, "zero": 1, "global_batch": 16, "recompute": "full", "clip_grad_norm": 0.1}),
 )  # fmt: skip
 """Models and what each plan has beside two ranks."""
 

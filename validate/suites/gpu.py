@@ -363,6 +363,33 @@ DEEPSPEED: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tu
 )
 """One rank of 7 to 256 under DeepSpeed's ZeRO-0 to 3; `initialize` holds all weights twice."""
 
+DEEPSPEED_PIPELINES: Final[tuple[tuple[Decoder, dict[str, Any], Sequence[int]], ...]] = tuple(
+    (model, {"engine": "deepspeed", "pp": pp, **options}, ranks)
+    for pp, model, options, ranks in (
+        (2, WIDE, {"global_batch": 4, **FULL}, (0, 1)),
+        (2, WIDE, {"global_batch": 4, "zero": 1, "seq_len": 1024}, (0, 1)),
+        (2, WIDE, {"dp": 2, "global_batch": 8, "zero": 1, "seq_len": 1024}, (0, 3)),
+        (2, WIDE, {"dp": 4, "global_batch": 32, "zero": 1, "clip_grad_norm": 1.0}, (0, 7)),
+        (4, WIDE, {"global_batch": 8}, (0, 1, 3)),
+        (4, WIDE, {"dp": 2, "global_batch": 16, **FULL}, (0, 5, 7)),
+        (4, WIDE, {"dp": 4, "global_batch": 64, "zero": 1, "micro_batch": 2, **FULL}, (0, 7, 15)),
+        (4, WIDE, {"global_batch": 8, "precision": "fp16-mixed"}, (0, 2, 3)),
+        (4, WIDE, {"dp": 2, "global_batch": 16, "zero": 1, "precision": "fp16-mixed", **FULL}, (1, 6)),
+        (8, WIDE, {"global_batch": 32, "clip_grad_norm": 1.0}, (0, 4, 7)),
+        (8, WIDE, {"dp": 8, "global_batch": 128, "zero": 1}, (0, 31, 63)),
+        (8, LARGE, {"dp": 8, "global_batch": 128, "zero": 1, **FULL}, (0, 31, 63)),
+        (4, WIDE, {"dp": 2, "global_batch": 2, **FULL}, (0, 7)),
+        (4, WIDE, {"global_batch": 2, "partition_method": "uniform"}, (0, 3)),
+        (4, WIDE, {"global_batch": 8, "partition_method": "type:block", "recompute": "selective"}, (1, 3)),
+        (4, WIDE, {"global_batch": 8, "activation_checkpoint_interval": 1}, (0, 1, 3)),
+        (4, WIDE, {"dp": 2, "global_batch": 16, "zero": 1, "activation_checkpoint_interval": 2}, (0, 4, 7)),
+        (2, UNTIED, {"seq_len": 1024, "global_batch": 8}, (0, 1)),
+        (4, UNTIED, {"dp": 2, "seq_len": 1024, "global_batch": 64, "micro_batch": 4, "zero": 1}, (0, 3, 6)),
+        (8, UNTIED, {"seq_len": 1024, "global_batch": 32, "micro_batch": 2, **FULL}, (0, 3, 7)),
+    )
+)
+"""One rank of a pipeline of DeepSpeed's: of its first, a middle or its last stage."""
+
 LLAMA, QWEN, GPT_OF_HF, TIED = (
     implemented(resolve(name), "huggingface") for name in ("llama-3-8b", "qwen3-8b", "gpt2", "qwen2.5-0.5b")
 )
@@ -470,7 +497,8 @@ AUTOTP: Final[tuple[tuple[Model, dict[str, Any], int], ...]] = (
 
 def gpu_deepspeed(gpus: Gpus | None) -> tuple[Case, ...]:
     """One rank of a world under DeepSpeed with stand-ins for the others; as many layers as fit one GPU."""
-    own = [case for model, options, ranks in DEEPSPEED for case in _stand_ins(model, options, ranks, gpus)]
+    rows = *DEEPSPEED, *DEEPSPEED_PIPELINES
+    own = [case for model, options, ranks in rows for case in _stand_ins(model, options, ranks, gpus)]
     return *own, *(_of_transformers(*row, gpus) for row in (*DEEPSPEED_OF_TRANSFORMERS, *ULYSSES, *AUTOTP))
 
 

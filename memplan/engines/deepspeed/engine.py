@@ -6,9 +6,10 @@ from typing import final
 from memplan.device import Device, DeviceType
 from memplan.engines.base import Engine, RankRecord
 from memplan.engines.deepspeed.options import DeepSpeedOptions, deepspeed_options
+from memplan.engines.deepspeed.pipeline import PipelineEngine, pipeline_stage
 from memplan.engines.deepspeed.refusals import REFUSALS
 from memplan.engines.deepspeed.runtime import DeepSpeedEngine
-from memplan.engines.deepspeed.stage import DeepSpeedStage
+from memplan.engines.deepspeed.stage import DeepSpeedStage, PipelineStage
 from memplan.errors import MissingRule
 from memplan.mesh import Group
 from memplan.models import Model, under_deepspeed
@@ -25,7 +26,7 @@ class DeepSpeed(Engine):
     """
 
     name = "deepspeed"
-    axes = ("dp", "cp", "tp")
+    axes = ("pp", "dp", "cp", "tp")
     refusals = REFUSALS
     options = DeepSpeedOptions
     confirmed_gpus = ("h100-sxm", "a100-80-sxm")
@@ -40,6 +41,13 @@ class DeepSpeed(Engine):
                     f"{axis}={n}: DeepSpeed's {method} has rules on GPUs only; use a cluster, or {axis}=1.",
                     kind=f"DeepSpeed's {method} on CPU ranks",
                 )
+
+        if device.on_cpu and deepspeed_options(plan).activation_checkpoint_interval:
+            raise MissingRule(
+                "activation_checkpoint_interval: DeepSpeed's checkpointing has rules on GPUs only; use a "
+                "cluster, or leave it out.",
+                kind="DeepSpeed's checkpointing on CPU ranks",
+            )
 
     def n_communicators(self, plan: Plan) -> int:
         """One more for the ranks that divide hpZ's copy of the weights."""
@@ -77,6 +85,9 @@ class DeepSpeed(Engine):
         Under ZeRO-0 the last one of a sequence, or of a tensor group, masks its gradients.
         """
         stage = DeepSpeedStage(model, plan, device, None)
+        if plan.pp > 1:
+            yield from _pipeline_ranks(stage)
+            return
         n = plan.n_shards
         fullest = Partitions(slots_of(stage.trained), n).fullest_rank() if plan.zero else 0
         places = dict.fromkeys((0, fullest, n - 1) if plan.zero in (1, 2) else (plan.cp - 1,))
@@ -88,7 +99,22 @@ class DeepSpeed(Engine):
     def play_rank(
         self, model: Model, plan: Plan, rank: Rank, device: Device, backend: Backend | None
     ) -> RankRecord:
-        return DeepSpeedEngine(DeepSpeedStage(model, plan, device, backend), rank).record()
+        stage = DeepSpeedStage(model, plan, device, backend)
+        if plan.pp > 1:
+            return PipelineEngine(pipeline_stage(stage, rank, {}), rank).record()
+        return DeepSpeedEngine(stage, rank).record()
+
+
+def _pipeline_ranks(whole: DeepSpeedStage) -> Iterator[RankRecord]:
+    """The record of the fullest rank of each stage of a pipeline."""
+    plan, known = whole.plan, dict[object, PipelineStage]()
+    for pp in range(plan.pp):
+        stage = pipeline_stage(whole, Rank(pp=pp), known)
+        n = plan.n_shards
+        fullest = Partitions(slots_of(stage.trained), n).fullest_rank() if plan.zero else 0
+        places = dict.fromkeys((0, fullest, n - 1) if plan.zero else (0,))
+        played = [PipelineEngine(stage, Rank(pp=pp, dp=place)).record() for place in places]
+        yield max(played, key=lambda record: record.peak_bytes)
 
 
 DEEPSPEED = DeepSpeed()

@@ -73,11 +73,14 @@ class FP16Optimizer(Optimizer):
         )
 
     def _agreed(self, what: str, n_bytes: int) -> list[Event]:
-        """An all-reduce over tensor-parallel ranks, for which DeepSpeed takes the ranks of a sequence too."""
+        """An all-reduce over tensor-parallel ranks.
+
+        For these DeepSpeed takes the ranks of a sequence, or of a pipeline, too.
+        """
         plan = self.stage.plan
-        axis = "cp" if plan.cp > 1 else "tp"
+        axis = "pp" if plan.pp > 1 else "cp" if plan.cp > 1 else "tp"
         one = Collective(kind="all_reduce", axis=axis, what=what, payload_bytes=n_bytes)
-        return [one] * (max(plan.cp, plan.tp) > 1)
+        return [one] * (max(plan.pp, plan.cp, plan.tp) > 1)
 
     def _masked(self) -> Iterator[Event]:
         """The gradients without what the first of these ranks has too: of a sequence's ranks, all.

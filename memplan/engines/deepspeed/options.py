@@ -15,10 +15,17 @@ PLACES: Final = ("none", "cpu", "cpu-pinned")
 """Where offloaded states are: on the GPU, on the host, or page-locked there (`pin_memory`)."""
 
 
+METHODS: Final = ("parameters", "uniform", "type:block")
+"""How layers are dealt out: by equal weights, by equal numbers of layers, by equal numbers of blocks.
+
+Source: `deepspeed.runtime.pipe.module:PipelineModule._partition_layers`.
+"""
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions:
-    """The DeepSpeed engine's own options: keys of `zero_optimization`.
+    """The DeepSpeed engine's own options: keys of `zero_optimization`, and of a `PipelineModule`.
 
     Source: `deepspeed.runtime.zero.config:DeepSpeedZeroConfig`.
     """
@@ -65,6 +72,14 @@ class DeepSpeedOptions:
             word="offload-param",
         ),
     )  # fmt: skip
+    partition_method: str = described(
+        "parameters",
+        Choice("How PipelineModule deals layers out to stages", choices=METHODS, word="partition"),
+    )
+    activation_checkpoint_interval: int = described(
+        0,
+        Count("Layers that DeepSpeed's pipeline checkpoints together; 0: none", least=0, word="ckpt"),
+    )
     alloc_conf: str = described("", ALLOC_CONF)
 
 

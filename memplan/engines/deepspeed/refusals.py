@@ -17,6 +17,9 @@ from memplan.plan import Plan
 PRECISIONS: Final = ("bf16-mixed", "fp16-mixed")
 """`bf16.enabled`, `fp16.enabled`."""
 
+DUALPIPE: Final = "dualpipe-v"
+"""The schedule that DeepSpeed has a module and an engine of its own for."""
+
 
 def _check_modelled(model: Model, plan: Plan) -> None:
     """Raise for what has no rule yet, with DeepSpeed's name of it.
@@ -61,7 +64,7 @@ def _check_modelled(model: Model, plan: Plan) -> None:
 
 def _check_options(model: Model, plan: Plan) -> None:
     """Raise for ranks that ZeRO does not divide anything over, and for options of another stage."""
-    if plan.n_shards * plan.tp == 1:
+    if plan.n_shards * plan.tp * plan.pp == 1:
         raise PlanRefused(
             "dp=1: engine='deepspeed' plays several ranks; use dp of 2 or more.",
             kind="DeepSpeed on a single rank",
@@ -149,9 +152,83 @@ def _check_tensor_parallel(model: Model, plan: Plan) -> None:
     check_beside(f"tp={tp}", "tp", "tp=1", not_modelled)
 
 
+def _check_pipeline(model: Model, plan: Plan) -> None:
+    """Raise for what DeepSpeed's pipeline engine does not run, and for what has no rule beside it.
+
+    Source: `deepspeed.runtime.pipe.engine:PipelineEngine.__init__`,
+    `deepspeed.runtime.engine:DeepSpeedEngine._configure_zero_optimizer`.
+    """
+    options, pp = deepspeed_options(plan), plan.pp
+    if pp == 1:
+        for name in ("partition_method", "activation_checkpoint_interval"):
+            if (value := getattr(options, name)) != getattr(DeepSpeedOptions(), name):
+                raise PlanRefused(
+                    f"{name}={value!r} is of pipelines; leave it out, or use pp=2 or more.",
+                    kind="options of DeepSpeed's pipelines without a pipeline",
+                )
+        return
+    whole = isinstance(model, Llama | Gpt | TorchtitanLlama) and not _is_of_transformers(model)
+    _check_schedule(plan)
+    not_modelled = (
+        (plan.schedule == DUALPIPE, f"schedule={DUALPIPE!r} (DualPipeVModule)", "schedule='1f1b'"),
+        (plan.tp > 1, f"tp={plan.tp}", "tp=1"),
+        (plan.cp > 1, f"cp={plan.cp}", "cp=1"),
+        (not whole, f"{model.name} ({model.code}), no list of layers,", "implementation='reference'"),
+        (whole and ends_are_tied(model), f"tied ends, as {model.name} has,", "a model with untied ends"),
+        (options.offload_optimizer != "none", "offload_optimizer", "offload_optimizer='none'"),
+        (
+            options.activation_checkpoint_interval > 0 and plan.recompute != "none",
+            f"activation_checkpoint_interval beside recompute={plan.recompute!r}",
+            "recompute='none'",
+        ),
+        (plan.recompute_blocks is not None, "recompute_blocks", "recompute of all blocks"),
+    )
+    check_beside(f"pp={pp}", "pp", "pp=1", not_modelled)
+    if model.n_blocks + 2 < pp:
+        raise PlanRefused(
+            f"pp={pp}: {model.name} has {model.n_blocks + 2} layers for DeepSpeed's PipelineModule, the "
+            "embedding and the head counted, and every stage needs one; use "
+            f"pp={model.n_blocks + 2} or less.",
+            kind="a stage of DeepSpeed's pipeline without layers",
+        )
+
+
+def _check_schedule(plan: Plan) -> None:
+    """Raise for what its TrainSchedule does not run."""
+    refused = (
+        (
+            plan.zero >= 2,
+            f"zero={plan.zero}: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism; use zero=1 or "
+            "zero=0.",
+        ),
+        (
+            plan.schedule not in ("1f1b", DUALPIPE),
+            f"schedule={plan.schedule!r}: DeepSpeed's TrainSchedule runs forward and backward passes in "
+            "turn; use schedule='1f1b'.",
+        ),
+        (
+            plan.virtual_stages > 1 and plan.schedule != DUALPIPE,
+            f"virtual_stages={plan.virtual_stages}: a rank of DeepSpeed's TrainSchedule has one stage; use "
+            "virtual_stages=1.",
+        ),
+        (
+            plan.layers_per_stage is not None,
+            "layers_per_stage: DeepSpeed's PipelineModule deals layers out itself; use partition_method.",
+        ),
+        (
+            deepspeed_options(plan).overlap_comm is True,
+            "overlap_comm=True: Pipeline parallelism does not support overlapped communication; leave it "
+            "out.",
+        ),
+    )
+    for text in [text for found, text in refused if found]:
+        raise PlanRefused(text, kind="what DeepSpeed's pipeline engine does not run")
+
+
 REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_modelled,
     _check_options,
+    _check_pipeline,
     _check_tensor_parallel,
     _check_sequences,
     check_positions,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from memplan.engines.base import RankRecord
+from memplan.engines.deepspeed.bf16_optimizer import BF16Optimizer
 from memplan.engines.deepspeed.coordinator import ModuleHooks, PartitionedParameterCoordinator
 from memplan.engines.deepspeed.fp16_optimizer import FP16Optimizer
 from memplan.engines.deepspeed.stage import DeepSpeedStage
@@ -30,7 +31,7 @@ from memplan.record import (
     repeated,
 )
 from memplan.replay.program import AllocatorProgram
-from memplan.shapes import FP32, buffer_of
+from memplan.shapes import BF16, FP32, buffer_of
 
 LOSS, SCALED = (buffer_of(name, (), FP32) for name in ("loss before the division", "loss times the scale"))
 
@@ -50,6 +51,8 @@ class DeepSpeedEngine:
         self.optimizer: Optimizer
         place = stage.plan.place_among_shards(rank)
         match stage.plan.zero:
+            case 0 if stage.plan.pp > 1 and stage.dtype == BF16:
+                self.optimizer = BF16Optimizer(stage, slots)
             case 0:
                 self.optimizer = FP16Optimizer(stage, slots, rank)
             case 3:

@@ -173,18 +173,21 @@ class DeepSpeedZeroOptimizer(Optimizer):
     def epilogue(self, *, older: bool, boundary: bool) -> Iterator[Event]:
         """Reduces the rest; a partition's gradients are added to an earlier micro-batch's.
 
-        Plays `independent_gradient_partition_epilogue`, and ZeRO-1's `reduce_gradients`.
+        Plays `independent_gradient_partition_epilogue`, and ZeRO-1's `reduce_gradients`, which makes another
+        bucket on a pipeline's rank.
         """
         self.at_boundary = boundary
         if not (self.partition_gradients or boundary):
             return
+        more = self.ipg_buffers * (self.stage.plan.pp > 1)
+        yield from allocs(*more)
         if not (self.partition_gradients or self.overlaps):  # reduce_gradients
             for slot in self.slots:
                 yield from self.reduce_independent_p_g_buckets_and_remove_grads(slot)
         yield from self.reduce_ipg_grads()
         yield from [WaitStream(COMPUTE, REDUCTION)] * self.overlaps
         yield from allocs(*[self.zeros] * (boundary and self.padding > 0 and not self.offloads))
-        yield from frees(*self.ipg_buffers)
+        yield from frees(*self.ipg_buffers, *more)
         yield from frees(*[self._large(slot) for slot in self.left])
         self.left, self.ready_for_gradients = [], False
         if self.has_partition and older and self.partition_gradients:

@@ -61,6 +61,11 @@ class Optimizer(ABC):
         """The buffers that are allocated on other streams, each with its stream."""
         return ()
 
+    @property
+    def between_steps(self) -> Sequence[Buffer]:
+        """The flat gradients that are zeroed after a step, and stay."""
+        return ()
+
     def starts_training(self) -> bool:
         """Goes back to before the first step; whether that step differs beyond `made_in_step`."""
         return False
@@ -125,9 +130,14 @@ class Optimizer(ABC):
         return self.collective("all_reduce", what, n_bytes, stream)
 
     def agreed(self, what: str, n_bytes: int) -> list[Collective]:
-        """All-reduces of a number: over the ranks that divide the states, then over tensor-parallel ones."""
-        over_tp = Collective(kind="all_reduce", axis="tp", what=what, payload_bytes=n_bytes)
-        return [self.all_reduce(what, n_bytes), *[over_tp] * (self.stage.plan.tp > 1)]
+        """All-reduces of a number: over the ranks that divide the states, then over tensor-parallel ones.
+
+        For these DeepSpeed takes the ranks of a pipeline (`get_model_parallel_group`).
+        """
+        plan = self.stage.plan
+        axis = "pp" if plan.pp > 1 else "tp"
+        others = Collective(kind="all_reduce", axis=axis, what=what, payload_bytes=n_bytes)
+        return [self.all_reduce(what, n_bytes), *[others] * (max(plan.pp, plan.tp) > 1)]
 
     def collective(self, kind: CollectiveKind, what: str, n_bytes: int, stream: str = COMPUTE) -> Collective:
         """A collective over the ranks that divide the states."""

@@ -5,154 +5,36 @@ its bytes: CUDA kernels compute nothing there, so `patches` replaces the calls t
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from memplan import Plan
-from memplan.engines.deepspeed.options import DEEPSPEED_VERSION, OF_STAGE_3, deepspeed_options
+from memplan.engines.deepspeed.options import DEEPSPEED_VERSION
 from memplan.errors import MemplanError, PlanRefused
 from memplan.models import Decoder
 from memplan.models.llama import Llama
 from memplan.models.torchtitan import TorchtitanLlama
 from memplan.tracing.torchtitan import rotations
 from validate.cases import Case
-from validate.predict import axis_of
 from validate.standin import materialised
 from validate.systems import Training
 from validate.systems.deepspeed.patches import without_kernels, without_shared_memory
-from validate.systems.deepspeed.tensor_parallel import agree, axes_of_groups, on_the_host
+from validate.systems.deepspeed.pipeline import pipelined
+from validate.systems.deepspeed.tensor_parallel import agree, on_the_host
+from validate.systems.deepspeed.training import DeepSpeedTraining, axes_of, configuration
 from validate.systems.deepspeed.ulysses import divided_sequences, losses_of_pieces
 from validate.systems.torch import modules
 from validate.systems.torch.modules import Transformer
 from validate.systems.torch.parallelize import stage_module, torch_dtype
-from validate.systems.whole import axis_of_groups, losses, module_of_others
-
-MASTERS: Final = {
-    0: "fp32_groups_flat",
-    1: "single_partition_of_fp32_groups",
-    2: "single_partition_of_fp32_groups",
-    3: "fp32_partitioned_groups_flat",
-}
-"""Where each stage's optimizer has its masters."""
-
-SCALE_POWER: Final = 10
-"""Of the first loss scale in float16: DeepSpeed starts at 2^16 and skips steps until nothing overflows."""
-
-
-def configuration(plan: Plan, learning_rate: float) -> dict[str, Any]:
-    """The plan as a DeepSpeed configuration."""
-    options = deepspeed_options(plan)
-    zero: dict[str, Any] = {"stage": plan.zero}
-    if plan.zero:
-        zero |= {"overlap_comm": options.overlap_comm, "reduce_bucket_size": options.reduce_bucket_size}
-    if plan.zero == 3:
-        zero |= {name: getattr(options, name) for name in OF_STAGE_3 if name != "offload_param"}
-        if options.offload_param != "none":
-            zero["offload_param"] = {"device": options.offload_param}
-    if options.offload_optimizer != "none":
-        pinned = options.offload_optimizer == "cpu-pinned"
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
-    half = {"fp16": {"enabled": True, "initial_scale_power": SCALE_POWER}}
-    parallel = {"tensor_parallel": {"autotp_size": plan.tp}} if plan.tp > 1 else {}
-    return {
-        "train_micro_batch_size_per_gpu": plan.micro_batch,
-        "gradient_accumulation_steps": plan.n_micro_batches,
-        "gradient_clipping": plan.clip_grad_norm or 0.0,
-        "steps_per_print": 10**9,
-        "zero_optimization": zero,
-        **parallel,
-        "optimizer": {
-            "type": {"adam": "Adam", "adamw": "AdamW"}[plan.optimizer],
-            "params": {"lr": learning_rate},
-        },
-        **({"bf16": {"enabled": True}} if plan.formats.compute.name == "bfloat16" else half),
-    }
-
-
-class DeepSpeedTraining(Training):
-    """The micro-batches of a rank and DeepSpeed's engine, whose last `step` of a step is the update.
-
-    `loss_of`: the loss of the i-th micro-batch. `groups`: DeepSpeed's, where ranks divide sequences.
-    """
-
-    def __init__(self, engine: Any, plan: Plan, loss_of: Callable[[int], Tensor], groups: Any = None) -> None:
-        axes = axes_of_groups() if plan.tp > 1 else axis_of_groups(plan.shard_group)
-        if groups is not None:
-            axes[groups.get_sequence_parallel_group().group_name] = axis_of(plan.mesh, "cp")
-        super().__init__(axes)
-        self._engine, self._loss_of = engine, loss_of
-        self._n_micro_batches = plan.n_micro_batches
-
-    def gradients(self) -> float | None:
-        total = 0.0
-        for i in range(self._n_micro_batches):
-            if i:
-                self._engine.step()
-            loss = self._loss_of(i)
-            self._engine.backward(loss)
-            total += float(loss.detach())
-            del loss
-        return total / self._n_micro_batches
-
-    def update(self) -> None:
-        self._engine.step()
-        if self._engine.skipped_steps or not self.optimizer_states():
-            raise RuntimeError(
-                f"DeepSpeed has skipped {self._engine.skipped_steps} steps ('OVERFLOW! Skipping step'), "
-                "and its bytes are not those of a training."
-            )
-
-    def weights(self) -> Sequence[Tensor]:
-        optimizer = self._engine.optimizer
-        match self._zero:
-            case 0:
-                flat = optimizer.fp16_groups_flat
-            case 3 if optimizer.offload_param:
-                flat = optimizer.param_groups_fp16_flat_cpu_memory
-            case 3:
-                flat = [optimizer.lp_param_buffer]
-            case _:
-                flat = optimizer.bit16_groups_flat
-        frozen = [one for one in self._engine.module.parameters() if not one.requires_grad]
-        return [*flat, *frozen]
-
-    @property
-    def _zero(self) -> int:
-        return int(self._engine.zero_optimization_stage())
-
-    def grads(self) -> Sequence[Tensor]:
-        optimizer = self._engine.optimizer
-        if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
-            return [one.grad for one in getattr(optimizer, MASTERS[self._zero])]
-        if self._zero:
-            return [
-                one for found in self._engine.optimizer.averaged_gradients.values() for one in found or ()
-            ]
-        return [one.grad for one in self._engine.module.parameters() if one.grad is not None]
-
-    def optimizer_states(self) -> Sequence[Tensor]:
-        optimizer = self._engine.optimizer
-        masters = getattr(optimizer, MASTERS[self._zero])
-        moments = [one for state in optimizer.optimizer.state.values() for one in state.values()]
-        return [*masters, *(one for one in moments if isinstance(one, Tensor))]
-
-    def gradient_norm_squared(self) -> float:
-        """Each rank has the averaged gradient of its own partition; ZeRO-0 averages whole ones in its step.
-
-        ZeRO-1 and 2 hold a partition's padding too, which is zero.
-        """
-        total = torch.stack([grad.double().square().sum() for grad in self.grads()]).sum()
-        if self._zero:
-            dist.all_reduce(total)
-        return float(total)
+from validate.systems.whole import losses, module_of_others
 
 
 def prepared(case: Case, rank: int, device: torch.device) -> Training:
@@ -180,6 +62,8 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
         import deepspeed
 
         deepspeed.init_distributed(dist.get_backend(), verbose=False, dist_init_required=False)
+        if plan.pp > 1:
+            return pipelined(case, at, device, config)
         module = _module(case, device, config)
         groups = divided_sequences(module, plan)
         engine, *_ = deepspeed.initialize(
@@ -191,7 +75,7 @@ def prepared(case: Case, rank: int, device: torch.device) -> Training:
     if plan.tp > 1:
         agree(engine)
     of_rank = losses if groups is None else losses_of_pieces
-    return DeepSpeedTraining(engine, plan, of_rank(case, engine, at, device), groups)
+    return DeepSpeedTraining(engine, plan, of_rank(case, engine, at, device), axes_of(plan, groups))
 
 
 def _ranks(plan: Plan, rank: int) -> dict[str, str]:
