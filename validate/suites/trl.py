@@ -134,6 +134,9 @@ COMPLETIONS: Final[tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = (
 )
 """Families in small with completions that are given, for CPU ranks, and their sizes."""
 
+SHORT: Final[dict[str, Any]] = {"seq_len": 128, "max_completion_length": 64}
+"""A step that holds most when weights are sent to the server."""
+
 LARGE_COMPLETIONS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (SMALLEST, 16, {**DEFAULT, "seq_len": 2048, "max_completion_length": 1024}, None),
     (QWEN, 4, {"precision": "bf16", "seq_len": 1024, "micro_batch": 4, "max_completion_length": 512}, None),
@@ -152,6 +155,13 @@ LARGE_COMPLETIONS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]
     (LLAMA, 2, {"dp": 7, **FSDP2, "seq_len": 2048}, 6),
     (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "ref_model": True}, 1),
     (QWEN, 8, {**LORA, "dp": 16, **FSDP2, "global_batch": 64}, 15),
+    (LLAMA, 4, {**LORA, **DEFAULT, **SHORT}, None),
+    (QWEN, 4, {**LORA, "precision": "bf16", **SHORT}, None),
+    (LLAMA, 2, {**LORA, "dp": 8, "precision": "bf16-mixed", **SHORT}, 1),
+    (LLAMA, 4, {**LORA, "dp": 8, **FSDP2, **SHORT}, 3),
+    (QWEN, 4, {**LORA, "dp": 16, **FSDP2, "precision": "bf16", "lora_rank": 64, **SHORT}, 7),
+    (LLAMA, 4, {**LORA, "dp": 12, **FSDP2, "ref_model": True, **SHORT}, 11),
+    (LLAMA, 4, {**LORA, "dp": 6, **FSDP2, "zero": 2, "lora_rank": 16, **SHORT}, 0),
 )
 """As `LARGE`, with completions."""
 

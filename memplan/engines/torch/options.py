@@ -243,6 +243,13 @@ def runs_again(plan: Plan) -> bool:
     return plan.fsdp and (options.trainer == "grpo" or refers)
 
 
+def merges_adapters(plan: Plan) -> bool:
+    """Whether TRL's trainer merges adapters into their weights for vLLM's server, as there is a rule for."""
+    asked = plan.adapters
+    plain = asked is not None and not asked.dora and asked.quantize == "none"
+    return torch_options(plan).trainer == "grpo" and plain
+
+
 def called_by_trainer(plan: Plan) -> ByTrainer | None:
     """How the plan's trainer calls the module; None: as a plain loop does."""
     options, scoring = torch_options(plan), None

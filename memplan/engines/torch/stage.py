@@ -8,11 +8,13 @@ from functools import cached_property
 from typing import Any, Final, Self, final
 
 from memplan.device import CPU, Device
+from memplan.engines.torch.merging import Adapted, adapted, is_sent
 from memplan.engines.torch.options import (
     called_by_trainer,
     compiled_blocks,
     finds_unused,
     gathers_head,
+    merges_adapters,
     torch_options,
     weight_dtype,
 )
@@ -206,8 +208,17 @@ class Stage(ModelStage):
             return None
         on_host = self.device.on_cpu
         own = [p for p in self.parameters() if not p.name.startswith(f"{REFERENCE}.")]
-        whole = tuple([self._whole(p) for p in own if self.is_fsdp2])
-        return kept_by_trainer(self.model, self.plan, self.trace, self.weight_dtype, whole, on_host=on_host)
+        whole = tuple([self._whole(p) for p in own if self.is_fsdp2 and is_sent(p.name)])
+        return kept_by_trainer(
+            self.model, self.plan, self.trace, self.weight_dtype, whole, self._adapted(own), on_host=on_host
+        )
+
+    def _adapted(self, own: Sequence[Parameter]) -> tuple[Adapted, ...]:
+        """The weights that have adapters; not where merging them has no rule, as a note says."""
+        if not merges_adapters(self.plan):
+            return ()
+        n_ranks = self.plan.n_shards if self.is_fsdp2 else 1
+        return tuple(adapted([(p, stored_dtype(p, self.weight_dtype)) for p in own], n_ranks))
 
     def _whole(self, p: Parameter) -> Buffer:
         """A sharded weight as `DTensor.full_tensor` gathers it, with its padding."""
