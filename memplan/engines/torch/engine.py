@@ -40,6 +40,9 @@ class TorchEngine(Engine):
     def check_device(self, plan: Plan, device: Device) -> None:
         check_device(plan, device)
 
+    def offloads(self, plan: Plan) -> bool:
+        return plan.offload or plan.kept.on_host
+
     def copies_to_host(self, plan: Plan) -> bool:
         return torch_options(plan).activation_offloading != "none"
 

@@ -144,6 +144,13 @@ class TorchOptions:
             word="in-backward",
         ),
     )
+    offload_gradients: bool = described(
+        False,
+        Flag(
+            "torchao's optimizer on the host frees a gradient on the GPU once it is copied",
+            word="offload-gradients",
+        ),
+    )
     set_to_none: bool = described(
         True, Flag("Free the gradients after a step rather than zero them", word="set-to-none")
     )

@@ -32,7 +32,7 @@ from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided, of_length
 from memplan.models.recording import REFERENCE
 from memplan.models.traced import is_of_torchtitan
-from memplan.optimizers import KEPT, Kept
+from memplan.optimizers import KEPT, LEAST_OFFLOADED, Kept
 from memplan.parts.ddp import Arguments
 from memplan.parts.stage import ModelStage, QuicklyCopied, StageKind, cublas_workspaces, trained
 from memplan.parts.weight_updates import (
@@ -171,7 +171,12 @@ class Stage(ModelStage):
     @property
     def scalars_on_device(self) -> bool:
         """Whether the device that updates the weights holds the optimizer's counts of steps."""
-        return self.update_device.on_cpu or self.options.optimizer_impl == "fused"
+        fused = self.options.optimizer_impl == "fused" or self.plan.kept.on_host
+        return self.update_device.on_cpu or fused
+
+    def updates_on_host(self, parameter: Parameter) -> bool:
+        """Whether torchao's optimizer updates a weight on the host: a DTensor counts whole."""
+        return self.plan.kept.on_host and parameter.n_elements >= LEAST_OFFLOADED
 
     @property
     def has_trainer(self) -> bool:
@@ -487,6 +492,8 @@ class RankStages(QuicklyCopied):
 
     def optimizer_states(self, parameter: Parameter) -> list[Buffer]:
         """The optimizer's tensors of a parameter on the device that updates it, as they are made."""
+        if self.stages[0].updates_on_host(parameter):
+            return []
         of = states_of_own_optimizer if self.options.optimizer_in_backward else states_of
         on_host = not self.stages[0].scalars_on_device
         return of(self.kept_of(parameter), self._weight(parameter), on_host=on_host)
@@ -686,6 +693,8 @@ class RankStages(QuicklyCopied):
             return found
         sharded, dtype = self.plan.fsdp, self.plan.formats.accumulate
         for p, n in self.counted_trained_parameters():
+            if self.options.offload_gradients and self.stages[0].updates_on_host(p):
+                continue
             shape = (self.weight_elements(p),) if sharded else p.grad_shape
             found[buffer_of(f"{p.name}.grad", shape, dtype, "grads")] = n
         return found
