@@ -58,6 +58,8 @@ LARGE: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (LLAMA, 2, {"precision": "bf16-mixed"}, None),
     (LLAMA, 32, {"dp": 8, **FSDP2, "recompute": "full"}, 7),
     (QWEN, 36, {**LORA, **DEFAULT, "lora_dropout": 0.1}, None),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "recompute": "full"}, 1),
+    (QWEN, 4, {**LORA, "dp": 16, **FSDP2, "precision": "bf16", "recompute": "full", "global_batch": 64}, 15),
 )
 """A preset, its layers, a plan's options, and the rank that runs alone."""
 
@@ -79,6 +81,8 @@ LARGE_PAIRS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "seq_len": 2048}, 1),
     (QWEN, 4, {**LORA, "dp": 16, **FSDP2, "seq_len": 1024, "micro_batch": 4, "global_batch": 128}, 15),
     (LLAMA, 4, {**LORA, "dp": 64, **FSDP2, "zero": 2, "precision": "bf16", "seq_len": 2048}, 63),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "recompute": "full"}, 1),
+    (QWEN, 4, {**LORA, "dp": 8, **FSDP2, "zero": 2, "recompute": "full", "micro_batch": 4}, 3),
 )
 """As `LARGE`, with pairs of sequences."""
 
@@ -155,6 +159,8 @@ LARGE_COMPLETIONS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]
     (LLAMA, 2, {"dp": 7, **FSDP2, "seq_len": 2048}, 6),
     (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "ref_model": True}, 1),
     (QWEN, 8, {**LORA, "dp": 16, **FSDP2, "global_batch": 64}, 15),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "recompute": "full", "ref_model": True}, 1),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "recompute": "full", "global_batch": 32}, 1),
     (LLAMA, 4, {**LORA, **DEFAULT, **SHORT}, None),
     (QWEN, 4, {**LORA, "precision": "bf16", **SHORT}, None),
     (LLAMA, 2, {**LORA, "dp": 8, "precision": "bf16-mixed", **SHORT}, 1),

@@ -275,6 +275,7 @@ def called_by_trainer(plan: Plan) -> ByTrainer | None:
         reference=reference if options.trainer == "dpo" or options.ref_model else None,
         completion=options.max_completion_length,
         hooks_again=True if runs_again(plan) else None,
+        wraps_blocks=True if plan.fsdp and plan.recompute != "none" and plan.adapters is not None else None,
     )
 
 

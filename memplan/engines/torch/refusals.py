@@ -1295,11 +1295,6 @@ def _not_by_trainers_of_trl(model: Model, plan: Plan) -> tuple[tuple[bool, str, 
             "lora_targets='all-linear'",
         ),
         (
-            gathers_head(plan) and plan.recompute != "none",
-            f"zero={plan.zero}, lora_rank={plan.lora_rank}, recompute={plan.recompute!r}",
-            "zero=0, or recompute='none'",
-        ),
-        (
             gathers_head(plan) and head % plan.dp > 0,
             f"zero={plan.zero}, lora_rank={plan.lora_rank}, dp={plan.dp} that does not divide the vocabulary",
             f"a dp that divides {head}",
