@@ -797,6 +797,8 @@ def estimate(
             optimizer_impl: "for-loop", "foreach", "fused", or "default": torch's choice.
             optimizer_in_backward: each weight has an optimizer of its own, which steps once its gradient is
                 there, within the backward pass, and frees it.
+            offload_gradients: torchao's optimizer on the host ("adamw-offload-torchao") frees a gradient on
+                the GPU once it is copied.
             set_to_none: gradients are freed after the step rather than zeroed.
             gradient_as_bucket_view: DDP's gradients are views of its buckets.
             static_graph: DDP may rely on the same graph in each step.

@@ -19,6 +19,7 @@ Optimizer = Literal[
     "adamw-4bit-torchao",
     "adamw-fp8-torchao",
     "adamw-torchao",
+    "adamw-offload-torchao",
     "adamw-8bit",
     "paged-adamw-8bit",
     "paged-adamw-32bit",
@@ -47,6 +48,7 @@ class Kept(NamedTuple):
         bits: the bits of an element of the state; None: as many as the weight's.
         paged: large tensors of the state are in memory that CUDA moves between GPU and host.
         made_with_it: the state is made by the constructor, not by the first step.
+        on_host: weights of `LEAST_OFFLOADED` elements or more are updated on the host, which has their state.
     """
 
     code: str
@@ -58,6 +60,7 @@ class Kept(NamedTuple):
     bits: Literal[4, 8, 32] | None = None
     paged: bool = False
     made_with_it: bool = False
+    on_host: bool = False
 
     @property
     def package(self) -> str:
@@ -67,7 +70,7 @@ class Kept(NamedTuple):
     @property
     def makes_states_in_turn(self) -> bool:
         """Whether the first step makes each weight's state just before it updates that weight."""
-        return self.package == "torchao"
+        return self.package == "torchao" and not self.on_host
 
     @property
     def whose(self) -> str:
@@ -77,7 +80,7 @@ class Kept(NamedTuple):
     @property
     def least_share(self) -> float:
         """Bytes on the GPU for each byte of weights of 32 bits or fewer, at least."""
-        if self.paged or self.factored is not None:
+        if self.paged or self.on_host or self.factored is not None:
             return 0.0
         return len(self.moments) * (1 if self.bits is None else self.bits / 32)
 
@@ -109,6 +112,7 @@ KEPT: Final[dict[str, Kept]] = {
     "adamw-4bit-torchao": Kept("torchao.optim:AdamW4bit", ADAM, scalars=STEP, bits=4),
     "adamw-fp8-torchao": Kept("torchao.optim:AdamWFp8", ADAM, scalars=STEP, bits=8),
     "adamw-torchao": Kept("torchao.optim.adam:_AdamW", ADAM, scalars=STEP),
+    "adamw-offload-torchao": Kept("torchao.optim:CPUOffloadOptimizer", ADAM, scalars=STEP, on_host=True),
     "adamw-8bit": Kept("bitsandbytes.optim:AdamW8bit", TWO_STATES, bits=8),
     "paged-adamw-8bit": Kept("bitsandbytes.optim:PagedAdamW8bit", TWO_STATES, bits=8, paged=True),
     "paged-adamw-32bit": Kept("bitsandbytes.optim:PagedAdamW32bit", TWO_STATES, bits=32, paged=True),
@@ -129,6 +133,9 @@ OF_TORCHAO: Final = tuple([name for name, kept in KEPT.items() if kept.package =
 
 LEAST_OF_8_BITS: Final = 4096
 """Elements of the smallest weight whose state is of few bits (bitsandbytes' `min_8bit_size`)."""
+
+LEAST_OFFLOADED: Final = 4096
+"""Elements of the smallest weight that is updated on the host (`CPUOffloadOptimizer`'s `minimal_size`)."""
 
 LEAST_PAGED: Final = 100_000
 """Elements of the smallest weight whose state is paged (`get_state_buffer`)."""

@@ -114,7 +114,8 @@ ROWS: Final = (
     NotModelled(
         "offloading of the optimizer state alone",
         "would leave weights and gradients on the GPU",
-        "use engine='deepspeed', whose offload_optimizer='cpu' does, or offload with zero=2 or 3",
+        "use engine='deepspeed', whose offload_optimizer='cpu' does, optimizer='adamw-offload-torchao', or "
+        "offload with zero=2 or 3",
         keywords="offload_optimizer optimizer_offload optimizer_cpu_offload",
     ),
     NotModelled(

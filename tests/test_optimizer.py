@@ -366,6 +366,73 @@ def test_an_optimizer_in_the_backward_pass_is_advised_on_one_gpu():
     assert "optimizer_in_backward" in [change.text for change in advice.changes]
 
 
+OFFLOADS: dict[str, Any] = {**ALONE, "optimizer": "adamw-offload-torchao"}
+
+
+def test_torchaos_optimizer_on_the_host_leaves_the_state_of_small_weights_on_the_gpu():
+    """The host has a copy of each weight and gradient, which are page-locked, and two moments."""
+    found = memplan.estimate("llama-3.2-1b", **OFFLOADS)
+    usual = memplan.estimate("llama-3.2-1b", **ALONE)
+    norms = 33 * 2048
+    n_large = usual.worst.states.weights_bytes // 2 - norms
+    assert found.worst.states.weights_bytes == usual.worst.states.weights_bytes
+    assert found.worst.states.grads_bytes == usual.worst.states.grads_bytes
+    assert found.peak.optimizer_bytes == 2 * 2 * norms + 33 * 4
+    n_offloaded = 1 + 7 * 16
+    assert (
+        found.worst.states.optimizer_bytes == found.peak.optimizer_bytes + n_large * 2 * 3 + n_offloaded * 4
+    )
+    assert found.host.grads_bytes == n_large * 2
+    assert found.worst.host_pinned_bytes >= 2 * n_large * 2
+    assert found.step_s is None
+    assert found.time_missing == (
+        "no rate is known to and in the host's memory, where offloaded states are updated",
+    )
+
+
+def test_gradients_that_torchaos_optimizer_offloads_do_not_add_up():
+    held, freed = (
+        memplan.estimate("llama-3.2-1b", **OFFLOADS, offload_gradients=one) for one in (False, True)
+    )
+    assert freed.worst.states.grads_bytes == 33 * 2048 * 2
+    assert freed.host == held.host
+    assert held.reserved_bytes is not None
+    assert freed.reserved_bytes is not None
+    assert held.reserved_bytes - freed.reserved_bytes > held.worst.states.grads_bytes / 3
+    copies = {one.what: one.payload_bytes for one in freed.collectives if one.kind == "copy"}
+    assert len(set(copies.values())) == 1
+    assert set(copies) == {"gradients to the host", "updated weights from the host"}
+
+
+def test_a_dtensor_that_torchaos_optimizer_offloads_counts_whole():
+    """Each rank has 512 elements of a norm of Llama-3-8B, which has 4,096."""
+    sharded = {"cluster": "8xh100-sxm", "zero": 3}
+    assert memplan.estimate("llama-3-8b", **OFFLOADS | sharded).peak.optimizer_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"cluster": "2xh100-sxm"}, "before DDP averages them, .* use zero=3, or dp=1"),
+        ({"cluster": "2xh100-sxm", "zero": 1}, "before DDP averages them"),
+        ({"clip_grad_norm": 1.0}, "before they are clipped; leave clip_grad_norm out"),
+        ({"set_to_none": False}, "use set_to_none=True"),
+        ({"offload_gradients": True, "global_batch": 2}, "use offload_gradients=False, or global_batch=1"),
+        ({"offload_gradients": True, "cluster": "2xh100-sxm", "zero": 3}, "aten.record_stream"),
+        ({"offload_gradients": True, "optimizer": "adamw"}, "use optimizer='adamw-offload-torchao'"),
+        ({"precision": "fp16-mixed"}, "has no rule yet"),
+        ({"optimizer_impl": "foreach"}, "has no rule yet"),
+        ({"optimizer_in_backward": True}, "has no rule yet"),
+        ({"cluster": "2xh100-sxm", "zero": 3, "offload": True}, "has no rule yet"),
+        ({"model": "llama-3-8b", "cluster": "2xh100-sxm", "pp": 2}, "with pp=2 has no rule yet"),
+        ({"engine": "deepspeed"}, "has no rule for torchao"),
+    ],
+)
+def test_what_fails_beside_torchaos_optimizer_on_the_host_is_refused_with_a_way_out(options, said):
+    with pytest.raises(MemplanError, match=said):
+        memplan.estimate(**{"model": "llama-3.2-1b", **OFFLOADS, **options})
+
+
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("name", KEPT)
 def test_the_bytes_of_states_in_closed_form_are_the_states(name, on_host):

@@ -24,7 +24,7 @@ from validate.allocated import FIGURES, allocator_errors, allowed_bytes, twins_s
 from validate.cases import Case
 from validate.gpus import Gpus
 from validate.predict import estimated_rank, prediction
-from validate.records import Record, read_records
+from validate.records import Record, merged, read_records
 from validate.requests import n_equal, read_requests
 from validate.suites.both import gpu_both, twin
 
@@ -33,7 +33,8 @@ H100 = Gpus(
     n=1, name="NVIDIA H100 80GB HBM3", memory_bytes=79 * GiB, capability="9.0", multiprocessors=132,
     driver="580", cuda="13.0", cudnn=91_000, nccl="2.28.9", known_as="h100-sxm",
 )  # fmt: skip
-FILES = {file.stem: list(read_records(file)) for file in sorted(FOLDER.glob("*.jsonl"))}
+FILES = {file.stem: merged(read_records(file)) for file in sorted(FOLDER.glob("*.jsonl"))}
+"""Of several records of a case the last: GRPOTrainer with LoRA ran at first without merges of adapters."""
 
 LIMITED = {name: records for name, records in FILES.items() if name.endswith(("frontier", "allocator"))}
 

@@ -71,7 +71,6 @@ def test_beside_adapters_the_output_layer_is_gathered_by_trl_itself():
         ({"precision": "fp16-mixed"}, "precision='fp16-mixed'"),
         ({"lora_rank": 8, "quantize": "nf4", "seq_len": 4096}, "has adapters in bfloat16"),
         ({"lora_rank": 8, "lora_targets": "q_proj,lm_head"}, "adapters or copies of the ends"),
-        ({**FSDP2, "lora_rank": 8}, "recompute='full'"),
         ({**FSDP2, "lora_rank": 8, "recompute": "none", "dp": 5}, "dp=5 that does not divide the vocabulary"),
         ({"liger_kernel": "fused_linear_cross_entropy"}, "liger_kernel"),
     ],
@@ -176,7 +175,6 @@ def test_without_its_adapters_the_reference_is_gathered_unit_by_unit(zero):
     [
         ({"micro_batch": 1}, "micro_batch=1: pairs of a chosen and a rejected sequence.*micro_batch=2"),
         (FSDP2 | {"zero": 2}, "zero=2, under which the reference stays gathered.*zero=3"),
-        (FSDP2 | {"lora_rank": 8}, "zero=3, lora_rank=8, recompute='full'"),
         ({"lora_rank": 8, "quantize": "nf4", "seq_len": 4096}, "has adapters in bfloat16"),
         ({"precision": "fp16-mixed"}, "precision='fp16-mixed'"),
     ],
@@ -249,8 +247,57 @@ def test_a_server_gets_sharded_weights_whole_one_after_the_other():
     (sent,) = (one for one in estimated(**GRPO | FSDP2).collectives if one.what == FOR_SERVER)
     n_elements = estimated(micro_batch=2).peak.weights_bytes // 4
     assert (sent.calls, sent.payload_bytes) == (3 + 9 * MODEL.n_layers, 4 * n_elements)
-    for others in ({"dp": 2}, FSDP2 | {"lora_rank": 8, "recompute": "none"}):
-        assert all(one.what != FOR_SERVER for one in estimated(**GRPO | others).collectives)
+    assert all(one.what != FOR_SERVER for one in estimated(**GRPO | {"dp": 2}).collectives)
+
+
+@pytest.mark.parametrize("by", [{}, DPO, GRPO])
+def test_blocks_that_accelerate_wraps_are_recomputed_beside_adapters(by):
+    """Wide blocks hold less, and are gathered as often: the recomputed pass is within the backward one."""
+    sizes = {"model": replace(MODEL, d_ff=64 * 512), "lora_rank": 8}
+    once, again = (estimated(**by | FSDP2 | sizes | {"recompute": how}) for how in ("none", "full"))
+    assert once.peak.total_bytes > again.peak.total_bytes
+    assert once.worst.recomputed_flops == 0 < again.worst.recomputed_flops
+    assert gathers(once)["gather weights"].calls == gathers(again)["gather weights"].calls
+
+
+LORA: dict[str, Any] = {"lora_rank": 8, "recompute": "none"}
+
+
+def test_adapters_are_merged_before_weights_are_sent_and_taken_out_after():
+    """Each rank has a term of a product of fp32, and subtracts it in bfloat16; no adapter is sent."""
+    found = estimated(model=replace(WHOLE, n_layers=2), **GRPO | FSDP2 | LORA)
+    (sent,) = (one for one in found.collectives if one.what == FOR_SERVER)
+    assert sent.calls == 3 + 9 * 2
+    merges = {one.kind: one for one in found.collectives if one.what == "merge of adapters"}
+    of_linears = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert merges["all_to_all"].calls == merges["reduce_scatter"].calls == 2 * 7 * 2
+    assert merges["reduce_scatter"].payload_bytes == (4 + 2) * of_linears
+
+
+def test_an_adapter_of_fewer_rows_than_ranks_is_gathered():
+    found = estimated(**GRPO | FSDP2 | LORA | {"dp": 16})
+    (merges,) = (one for one in found.collectives if one.what == "merge of adapters")
+    assert (merges.kind, merges.calls) == ("all_gather", 2 * 7 * MODEL.n_layers)
+    assert merges.payload_bytes == 2 * 2 * 4 * 16 * (6 * 512 + 1024)  # padded to a row for each rank
+
+
+def test_merges_may_be_the_worst_instant():
+    """On one GPU the product of two adapters and its scaled copy are there at once."""
+    sizes = {"seq_len": 8, "max_completion_length": 4, "dp": 1}
+    wide = replace(MODEL, d_ff=64 * 1024)
+    found = estimated(model=wide, **GRPO | LORA | sizes)
+    ledger = found.ledger()
+    products = ledger[ledger.name.str.contains("product of adapters")]
+    assert found.stages[0].when == FOR_SERVER
+    assert products.total_bytes.tolist() == [4 * 512 * 64 * 1024] * 2
+
+
+@pytest.mark.parametrize("asked", [{"use_dora": True}, {"quantize": "nf4", "precision": "bf16-autocast"}])
+def test_a_note_says_where_merges_are_not_counted(asked):
+    sizes = {"seq_len": 2048}
+    (said,) = (one for one in estimated(**GRPO | LORA | sizes | asked).notes if "merged into it" in one)
+    assert "That is not counted." in said
+    assert not any("merged into it" in one for one in estimated(**GRPO | LORA).notes)
 
 
 def test_metrics_of_completions_and_of_their_generation():

@@ -42,6 +42,7 @@ class EngineOptions(TypedDict, total=False):
     cp_rotate_method: Literal["allgather", "alltoall"]
     optimizer_impl: Literal["default", "for-loop", "foreach", "fused"]
     optimizer_in_backward: bool
+    offload_gradients: bool
     set_to_none: bool
     gradient_as_bucket_view: bool
     static_graph: bool

@@ -106,7 +106,9 @@ class ByTrainer(NamedTuple):
     `scoring`: how TRL's trainers do, which build on it; None: the Trainer itself calls it. `reference`: what
     these have beside the module; the SFTTrainer has none. `completion`: how many tokens at the end of a
     sequence the GRPOTrainer scores; None: it is another trainer. `hooks_again`: FSDP2 has hooks in passes of
-    the module beside the one that trains it; None: there are no such passes, or no hooks.
+    the module beside the one that trains it; None: there are no such passes, or no hooks. `wraps_blocks`:
+    Accelerate has wrapped the blocks that are recomputed, so that transformers knows nothing of it; None: it
+    has not, or it makes no difference.
     """
 
     clones_outputs: bool = False
@@ -115,6 +117,7 @@ class ByTrainer(NamedTuple):
     reference: Reference | None = None
     completion: int | None = None
     hooks_again: bool | None = None
+    wraps_blocks: bool | None = None
 
 
 ROTATES: Final = ("allgather", "alltoall")

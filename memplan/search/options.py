@@ -60,6 +60,7 @@ class PlanOptions(TypedDict, total=False):
     cp_rotate_method: str | Iterable[str]
     optimizer_impl: str | Iterable[str]
     optimizer_in_backward: bool | Iterable[bool]
+    offload_gradients: bool | Iterable[bool]
     set_to_none: bool | Iterable[bool]
     gradient_as_bucket_view: bool | Iterable[bool]
     static_graph: bool | Iterable[bool]

@@ -39,6 +39,7 @@ class Example:
     `before`: runs the module ahead of its forward pass, given the same inputs. `casts_inputs`: floats among
     these are cast to the type of the weights. `apart`: the path of a part that FSDP2 shards as a module of
     its own; "" for none. `hooks_again`: FSDP2's hooks in passes outside the module's own are recorded.
+    `wraps_blocks`: blocks are recomputed by wrappers, of which the module knows nothing.
     `image_tokens`: how many tokens each sequence begins with that every size keeps, the last of which stands
     for a piece of an image.
     """
@@ -56,6 +57,7 @@ class Example:
     casts_inputs: bool = True
     apart: str = ""
     hooks_again: bool = False
+    wraps_blocks: bool = False
     image_tokens: int = 0
 
     @property

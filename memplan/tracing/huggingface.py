@@ -193,7 +193,7 @@ def _example(module: Any, inputs: "Inputs", called: Mapping[str, Any] | None) ->
     apart = REFERENCE if by.reference == "sharded copy" else ""
     casts = by.casts_inputs and not scoring  # TRL's trainers hold floats that no module is called with
     example = replace(example, by_trainer=True, before=before, casts_inputs=casts, apart=apart)
-    example = replace(example, hooks_again=bool(by.hooks_again))
+    example = replace(example, hooks_again=bool(by.hooks_again), wraps_blocks=bool(by.wraps_blocks))
     return replace(example.at(scoring[:2]), is_of_one_size=True) if scoring else example
 
 

@@ -673,7 +673,7 @@ class _Tracer:
                 for hook in self._hooks(parameters, recorder):
                     stack.callback(hook.remove)
                 stack.enter_context(self._watched(recorder, variant))
-                if recompute != "none":
+                if recompute != "none" and not self.example.wraps_blocks:
                     stack.enter_context(_checkpointing(self.example.module))
                 if variant.units == MODULE:
                     stack.enter_context(linears())

@@ -154,6 +154,27 @@ OF_TORCHAO_AT_TRUE_SIZE: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
 )
 """torchao's AdamW, of few bits or with weights rounded at random."""
 
+AWAY: Final[dict[str, Any]] = {"offload_gradients": True}
+
+ON_THE_HOST: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
+    ("llama-3.2-1b", "reference", {"precision": "bf16"}),
+    ("llama-3.2-1b", "huggingface", {"precision": "bf16", "recompute": "full", **AWAY}),
+    ("qwen3-0.6b", "huggingface", {"precision": "bf16", "recompute": "full", "micro_batch": 2}),
+    ("qwen3-0.6b", "huggingface", {"precision": "bf16", "micro_batch": 2, **AWAY}),
+    ("qwen3-0.6b", "huggingface", {"precision": "bf16", "global_batch": 4}),
+    ("gpt2-medium", "reference", {"precision": "bf16-mixed", "seq_len": 1024}),
+    ("gpt2-medium", "reference", {"precision": "bf16-mixed", "seq_len": 1024, "micro_batch": 4, **AWAY}),
+    ("gpt2-large", "huggingface", {"precision": "bf16-mixed", "seq_len": 1024, **AWAY}),
+    ("gpt2-medium", "reference", {"seq_len": 1024, "recompute": "full", **AWAY}),
+    ("llama-3-8b", "torchtitan", {"dp": 64, "zero": 3}),
+    ("llama-3-8b", "torchtitan", {"dp": 64, "zero": 3, "precision": "bf16", "recompute": "full"}),
+    ("qwen3-8b", "huggingface", {"dp": 64, "zero": 2, "precision": "bf16"}),
+    ("llama-3.2-1b", "huggingface", {"dp": 8, "zero": 3, "precision": "bf16-mixed", "recompute": "full"}),
+    ("llama-3.2-1b", "huggingface", {"dp": 8, "zero": 3, "global_batch": 16}),
+    ("llama-3-8b", "torchtitan", {"dp": 64, "dp_replicate": 2, "zero": 3}),
+)
+"""torchao's AdamW on the host, of all weights but small ones."""
+
 MUON: Final[dict[str, Any]] = {"optimizer": "muon", "zero": 3}
 SEQUENCES: Final[dict[str, Any]] = {"sequence_parallel": True, "zero": 0}
 
@@ -215,6 +236,9 @@ def gpu_optimizers(gpus: Gpus | None) -> tuple[Case, ...]:
         found.append(_case(name, code, {"seq_len": 2048, "optimizer": optimizer, **options}, gpus))
     for name, code, options in (*OTHERS_AT_TRUE_SIZE, *OF_TORCHAO_AT_TRUE_SIZE, *SHARDED_AT_TRUE_SIZE):
         found.append(_case(name, code, {"seq_len": 2048, **options}, gpus))
+    for name, code, options in ON_THE_HOST:
+        asked = {"seq_len": 2048, "optimizer": "adamw-offload-torchao", **options}
+        found.append(_case(name, code, asked, gpus))
     for name, code, options in LARGE_IN_BACKWARD:
         asked = {"seq_len": 2048, "optimizer_in_backward": True, **options}
         found.append(_case(name, code, asked, gpus))

@@ -58,6 +58,8 @@ LARGE: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (LLAMA, 2, {"precision": "bf16-mixed"}, None),
     (LLAMA, 32, {"dp": 8, **FSDP2, "recompute": "full"}, 7),
     (QWEN, 36, {**LORA, **DEFAULT, "lora_dropout": 0.1}, None),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "recompute": "full"}, 1),
+    (QWEN, 4, {**LORA, "dp": 16, **FSDP2, "precision": "bf16", "recompute": "full", "global_batch": 64}, 15),
 )
 """A preset, its layers, a plan's options, and the rank that runs alone."""
 
@@ -79,6 +81,8 @@ LARGE_PAIRS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "seq_len": 2048}, 1),
     (QWEN, 4, {**LORA, "dp": 16, **FSDP2, "seq_len": 1024, "micro_batch": 4, "global_batch": 128}, 15),
     (LLAMA, 4, {**LORA, "dp": 64, **FSDP2, "zero": 2, "precision": "bf16", "seq_len": 2048}, 63),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "recompute": "full"}, 1),
+    (QWEN, 4, {**LORA, "dp": 8, **FSDP2, "zero": 2, "recompute": "full", "micro_batch": 4}, 3),
 )
 """As `LARGE`, with pairs of sequences."""
 
@@ -134,6 +138,9 @@ COMPLETIONS: Final[tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]] = (
 )
 """Families in small with completions that are given, for CPU ranks, and their sizes."""
 
+SHORT: Final[dict[str, Any]] = {"seq_len": 128, "max_completion_length": 64}
+"""A step that holds most when weights are sent to the server."""
+
 LARGE_COMPLETIONS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]] = (
     (SMALLEST, 16, {**DEFAULT, "seq_len": 2048, "max_completion_length": 1024}, None),
     (QWEN, 4, {"precision": "bf16", "seq_len": 1024, "micro_batch": 4, "max_completion_length": 512}, None),
@@ -152,6 +159,15 @@ LARGE_COMPLETIONS: Final[tuple[tuple[str, int, dict[str, Any], int | None], ...]
     (LLAMA, 2, {"dp": 7, **FSDP2, "seq_len": 2048}, 6),
     (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "ref_model": True}, 1),
     (QWEN, 8, {**LORA, "dp": 16, **FSDP2, "global_batch": 64}, 15),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "recompute": "full", "ref_model": True}, 1),
+    (LLAMA, 8, {**LORA, "dp": 8, **FSDP2, "recompute": "full", "global_batch": 32}, 1),
+    (LLAMA, 4, {**LORA, **DEFAULT, **SHORT}, None),
+    (QWEN, 4, {**LORA, "precision": "bf16", **SHORT}, None),
+    (LLAMA, 2, {**LORA, "dp": 8, "precision": "bf16-mixed", **SHORT}, 1),
+    (LLAMA, 4, {**LORA, "dp": 8, **FSDP2, **SHORT}, 3),
+    (QWEN, 4, {**LORA, "dp": 16, **FSDP2, "precision": "bf16", "lora_rank": 64, **SHORT}, 7),
+    (LLAMA, 4, {**LORA, "dp": 12, **FSDP2, "ref_model": True, **SHORT}, 11),
+    (LLAMA, 4, {**LORA, "dp": 6, **FSDP2, "zero": 2, "lora_rank": 16, **SHORT}, 0),
 )
 """As `LARGE`, with completions."""
 

@@ -25,7 +25,7 @@ def data_parallelism(plan: Plan, elements: Any, block_elements: Any, single_stag
     share = np.where(plan.zero == 1, 1 / n, 1)
     reduces = several and options.ddp_comm_hook == "none"
     keeps_grads = not options.set_to_none or (several and options.gradient_as_bucket_view)
-    holds_no_grads = keeps_grads or options.optimizer_in_backward
+    holds_no_grads = keeps_grads or options.optimizer_in_backward or options.offload_gradients
     return DataParallelism(
         waits={plan.shard_group: (plan.zero == 1) * weights * part} if several else {},
         reductions={plan.shard_group: 2 * weights * part} if reduces else {},

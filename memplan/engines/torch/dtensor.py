@@ -7,6 +7,7 @@ own for the time of each collective.
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import inf, prod
+from operator import ge
 from typing import Final, NamedTuple, Self, final
 
 from memplan.errors import MissingRule
@@ -14,7 +15,7 @@ from memplan.mesh import Group
 from memplan.parts.newton_schulz import product_in_bfloat16
 from memplan.placements import Partial, Placement, Replicate, Shard, local_shape
 from memplan.record import Collective, CollectiveKind, Event, allocs, frees
-from memplan.shapes import BF16, Buffer, Shape, buffer_of
+from memplan.shapes import BF16, Buffer, DType, Shape, buffer_of
 from memplan.tape import OpContext
 
 ROWS, COLUMNS, WHOLE, TERM = Shard(0), Shard(1), Replicate(), Partial()
@@ -63,7 +64,7 @@ MOST_GPUS_OF_A_HOST: Final = 16
 
 @final
 class DTensor(NamedTuple):
-    """A matrix in bfloat16 over a mesh of `sizes`; `shape`: of the whole matrix.
+    """A matrix over a mesh of `sizes`; `shape`: of the whole matrix.
 
     `buffer`: what it keeps alive on this rank. `is_contiguous`: false for the transpose of one that is.
     """
@@ -74,6 +75,7 @@ class DTensor(NamedTuple):
     sizes: tuple[int, ...]
     buffer: Buffer
     is_contiguous: bool = True
+    dtype: DType = BF16
 
     @property
     def local(self) -> Shape:
@@ -83,7 +85,18 @@ class DTensor(NamedTuple):
     @property
     def n_bytes(self) -> int:
         """Bytes of this rank's part."""
-        return prod(self.local) * BF16.itemsize
+        return prod(self.local) * self.dtype.itemsize
+
+    def can_be(self, target: Placed) -> bool:
+        """Whether no axis shards a dim that is shorter than its ranks.
+
+        Source: `torch.distributed.tensor._ops.utils:is_tensor_shardable`.
+        """
+        shards = [1] * len(self.shape)
+        for one, n in zip(target, self.sizes, strict=True):
+            if isinstance(one, Shard):
+                shards[one.dim] *= n
+        return target == self.placed or all(map(ge, self.shape, shards))
 
     @property
     def transposed(self) -> Self:
@@ -166,7 +179,7 @@ def strategy(operands: Sequence[DTensor], links: Sequence[Link]) -> tuple[Placed
 
     def cost(placed: tuple[Placed, ...]) -> tuple[float, bool]:
         pairs = list(zip(operands, placed[1:], strict=True))
-        each = [redistribution_us(x, target, links) for x, target in pairs]
+        each = [redistribution_us(x, to, links) if x.can_be(to) else inf for x, to in pairs]
         return sum(each), any(x.placed != target for x, target in pairs)
 
     if not links:

@@ -7,7 +7,7 @@ from memplan.device import Device
 from memplan.engines.base import DataParallelism, Engine, PartCosts, RankRecord
 from memplan.engines.costs import part_costs
 from memplan.engines.torch.flat_parameter import FlatRankStages
-from memplan.engines.torch.options import TorchOptions, compiled_blocks, torch_options
+from memplan.engines.torch.options import TorchOptions, compiled_blocks, merges_adapters, torch_options
 from memplan.engines.torch.refusals import REFUSALS, check_device
 from memplan.engines.torch.sharding import padding_note
 from memplan.engines.torch.stage import RankStages, Stage
@@ -39,6 +39,9 @@ class TorchEngine(Engine):
 
     def check_device(self, plan: Plan, device: Device) -> None:
         check_device(plan, device)
+
+    def offloads(self, plan: Plan) -> bool:
+        return plan.offload or plan.kept.on_host
 
     def copies_to_host(self, plan: Plan) -> bool:
         return torch_options(plan).activation_offloading != "none"
@@ -148,6 +151,12 @@ def _said_of_options(plan: Plan) -> Iterator[str]:
             "A step is predicted that waits for the embedding's collective before the first compiled block. "
             "PyTorch 2.13 waits for it too, but loses the gradient, so that no embedding is trained (pytorch "
             "pull request 191113)."
+        )
+    if torch_options(plan).trainer == "grpo" and plan.adapters is not None and not merges_adapters(plan):
+        what = "use_dora=True" if plan.adapters.dora else f"quantize={plan.adapters.quantize!r}"
+        yield (
+            f"{what} with trainer='grpo': before completions are generated PEFT makes each weight anew, with "
+            "its adapters merged into it, and back after, one weight after the other. That is not counted."
         )
     if plan.kept.paged:
         yield (

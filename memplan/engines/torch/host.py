@@ -1,4 +1,4 @@
-"""The host's memory for a rank whose states FSDP offloads, or whose blocks keep their inputs there.
+"""The host's memory for a rank whose states FSDP or torchao offloads, or whose blocks keep inputs there.
 
 Weights and gradients are page-locked (`CPUOffloadPolicy.pin_memory`), each in its own block; optimizer state
 is not. The update runs on the CPU. What is kept of activations is page-locked too, and its blocks are used
@@ -10,12 +10,14 @@ Source: `torch.autograd.graph:save_on_cpu`, `torch.distributed.fsdp._fully_shard
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from memplan.allocator import page_locked_bytes
 from memplan.engines.base import HostRecord
+from memplan.engines.torch.cpu_offload import on_host
 from memplan.engines.torch.optimizer import update
 from memplan.engines.torch.stage import RankStages
+from memplan.memory import Alive
 from memplan.mesh import HOST
 from memplan.record import Collective, allocs, chain, events, frees
 from memplan.shapes import UINT8, Buffer, buffer_of
@@ -24,11 +26,15 @@ from memplan.shapes import UINT8, Buffer, buffer_of
 def host_of(stages: RankStages) -> HostRecord | None:
     """The host's record for the rank; None without offload."""
     saved = Counter(dict(_saved(stages) if stages.options.activation_offloading != "none" else ()))
+    if stages.plan.kept.on_host:
+        pinned, pageable = on_host(stages)
+        of_blocks = _rests_of_blocks([(one.name, one.n_bytes, one.n_bytes, n) for one, n in pinned.items()])
+        return HostRecord(pinned=pinned + saved + of_blocks, pageable=pageable, step=chain("host"))
     if not stages.offloads:
         return HostRecord(pinned=saved, pageable=Counter(), step=chain("host")) if saved else None
     states = stages.states
     moments = Counter({buffer: n for buffer, n in states.items() if buffer.kind == "optimizer"})
-    pinned = states - moments + stages.grads + Counter(dict(_rest_of_blocks(stages)))
+    pinned = states - moments + stages.grads + _rests_of_blocks(stages.page_locked)
     plan = stages.plan
     older = not stages.options.set_to_none or (plan.pp == 1 and plan.n_micro_batches > 1)
     added = list(stages.grads) if older else []
@@ -41,10 +47,9 @@ def host_of(stages: RankStages) -> HostRecord | None:
     )
 
 
-def _rest_of_blocks(stages: RankStages) -> Iterator[tuple[Buffer, int]]:
+def _rests_of_blocks(page_locked: Iterable[tuple[str, int, int, int]]) -> Alive:
     """The rest of each page-locked block."""
-    for name, counted_bytes, n_bytes, n in stages.page_locked:
-        yield from _rest_of_block(name, counted_bytes, n_bytes, n)
+    return Counter(dict([rest for one in page_locked for rest in _rest_of_block(*one)]))
 
 
 def _rest_of_block(name: str, counted_bytes: int, n_bytes: int, n: int) -> Iterator[tuple[Buffer, int]]:

@@ -7,6 +7,7 @@ is sharded, or partial sums. Every operation that reads both makes a copy with t
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+from memplan.engines.torch.cpu_offload import copied_by_optimizer
 from memplan.engines.torch.float8 import precomputed_scales
 from memplan.engines.torch.muon import orthogonalized
 from memplan.engines.torch.stage import RankStages, Stage
@@ -60,6 +61,8 @@ def update(stages: RankStages, *, in_order: bool = False, makes_states: bool = F
             steps = [events(UPDATE_NAME, _all_at_once(stages, in_order))]
         case _:
             steps = [events(UPDATE_NAME, _in_one_kernel(stages, in_order))]
+    if stages.plan.kept.on_host:
+        steps.append(events("update on the host", copied_by_optimizer(stages)))
     stepping = chain(UPDATE_NAME, *matrices, *steps)
     after = *_sync_parameters(stages), *scaled, *_precomputed(stages)
     return chain("update", *unscaling, *clipping, stepping, *after)
@@ -124,12 +127,13 @@ def _unscaling(stages: RankStages) -> tuple[list[Stretch], list[Stretch]]:
 def implementation(stages: RankStages | Stage) -> str:
     """The optimizer's implementation: by default "foreach" on CUDA, "for-loop" on CPU.
 
-    That of bitsandbytes has a kernel for each weight, as if fused. Adafactor and torchao loop.
+    That of bitsandbytes has a kernel for each weight, as if fused. Adafactor and torchao loop, but for
+    torchao's on the host, whose default is the fused AdamW.
 
     Source: `torch.optim.optimizer:_default_to_fused_or_foreach`, `torch.optim._adafactor:adafactor`.
     """
     kept = stages.plan.kept
-    if kept.package == "bitsandbytes":
+    if kept.package == "bitsandbytes" or kept.on_host:
         return "fused"
     if stages.options.optimizer_impl != "default":
         return stages.options.optimizer_impl

@@ -144,6 +144,13 @@ class TorchOptions:
             word="in-backward",
         ),
     )
+    offload_gradients: bool = described(
+        False,
+        Flag(
+            "torchao's optimizer on the host frees a gradient on the GPU once it is copied",
+            word="offload-gradients",
+        ),
+    )
     set_to_none: bool = described(
         True, Flag("Free the gradients after a step rather than zero them", word="set-to-none")
     )
@@ -243,6 +250,13 @@ def runs_again(plan: Plan) -> bool:
     return plan.fsdp and (options.trainer == "grpo" or refers)
 
 
+def merges_adapters(plan: Plan) -> bool:
+    """Whether TRL's trainer merges adapters into their weights for vLLM's server, as there is a rule for."""
+    asked = plan.adapters
+    plain = asked is not None and not asked.dora and asked.quantize == "none"
+    return torch_options(plan).trainer == "grpo" and plain
+
+
 def called_by_trainer(plan: Plan) -> ByTrainer | None:
     """How the plan's trainer calls the module; None: as a plain loop does."""
     options, scoring = torch_options(plan), None
@@ -261,6 +275,7 @@ def called_by_trainer(plan: Plan) -> ByTrainer | None:
         reference=reference if options.trainer == "dpo" or options.ref_model else None,
         completion=options.max_completion_length,
         hooks_again=True if runs_again(plan) else None,
+        wraps_blocks=True if plan.fsdp and plan.recompute != "none" and plan.adapters is not None else None,
     )
 
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from memplan.engines.torch.cpu_offload import ModuleOffloadingGradients
 from memplan.engines.torch.flat_parameter import FlatRankStages
 from memplan.engines.torch.fsdp import FSDPModule
 from memplan.engines.torch.fsdp1 import FullyShardedDataParallel
@@ -40,6 +41,8 @@ def module_of(stage: Stage, rank: Rank) -> StageModule[Any]:
         return DistributedDataParallel(stage, stage.ddp)
     if stage.options.optimizer_in_backward:
         return ModuleUpdatedInBackward(stage)
+    if stage.options.offload_gradients:
+        return ModuleOffloadingGradients(stage, zeroed=False)
     return PlainModule(stage, zeroed=not stage.options.set_to_none)
 
 

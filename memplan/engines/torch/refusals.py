@@ -415,14 +415,72 @@ def _check_torchao(model: Model, plan: Plan) -> None:
             kind="torchao's fp8 AdamW of DTensors in bfloat16, which fails in torchao",
         )
     options = torch_options(plan)
-    own = (
+    own = [
         (plan.zero == 1, "zero=1"),
         (plan.fsdp and options.fsdp_version == 1, "fsdp_version=1"),
         (plan.offload, "offload=True"),
         (options.optimizer_in_backward, "optimizer_in_backward=True"),
         (plan.formats.loss_scaled, f"precision={plan.precision!r}"),
-    )
+    ]
+    if plan.kept.on_host:
+        _check_offloading_optimizer(plan)
+        own += [(getattr(plan, axis) > 1, f"{axis}={getattr(plan, axis)}") for axis in ("pp", "cp", "ep")]
+        own += [(options.trainer != "none", f"trainer={options.trainer!r}")]
     _check_beside_optimizer(plan, "an optimizer of torchao", *own)
+
+
+def _check_offloading_optimizer(plan: Plan) -> None:
+    """Raise for what fails beside torchao's optimizer on the host, or trains otherwise than it seems to.
+
+    Source: torchao/optim/cpu_offload.py (`backward_hook`, `CPUOffloadOptimizer.zero_grad`), 0.18.
+    """
+    options, away = torch_options(plan), torch_options(plan).offload_gradients
+    asked = f"optimizer={plan.optimizer!r}"
+    cannot = (
+        (
+            plan.ddp,
+            f"{asked} with dp={plan.dp}, zero={plan.zero}: gradients are copied to the host before DDP "
+            "averages them, so that each replica trains by itself; use zero=3, or dp=1.",
+            "torchao's optimizer on the host under DDP, which averages gradients too late for it",
+        ),
+        (
+            plan.clip_grad_norm is not None,
+            f"{asked} with clip_grad_norm={plan.clip_grad_norm}: gradients are copied to the host in the "
+            "backward pass, before they are clipped; leave clip_grad_norm out, or use adamw.",
+            "torchao's optimizer on the host with clipping, which comes too late for it",
+        ),
+        (
+            not options.set_to_none,
+            f"{asked} with set_to_none=False fails in torchao (`assert set_to_none`); use set_to_none=True.",
+            "torchao's optimizer on the host with gradients that are zeroed",
+        ),
+        (
+            away and plan.fsdp,
+            f"{asked} with offload_gradients=True, zero={plan.zero} fails in torchao (DTensor has no rule "
+            "for aten.record_stream); use offload_gradients=False.",
+            "torchao's optimizer on the host that frees gradients of DTensors, which fails in torchao",
+        ),
+        (
+            away and plan.n_micro_batches > 1,
+            f"{asked} with offload_gradients=True, {plan.n_micro_batches} micro-batches: each gradient on "
+            "the host takes the place of the one before; use offload_gradients=False, or "
+            f"global_batch={plan.batch_of(1)}.",
+            "torchao's optimizer on the host that frees gradients which are to be accumulated",
+        ),
+    )
+    for is_asked, text, kind in cannot:
+        if is_asked:
+            raise PlanRefused(text, kind=kind)
+
+
+def _check_offload_gradients(model: Model, plan: Plan) -> None:
+    """Raise for gradients that another optimizer than torchao's on the host would offload."""
+    if torch_options(plan).offload_gradients and not plan.kept.on_host:
+        raise PlanRefused(
+            "offload_gradients=True is of torchao's optimizer on the host, not of optimizer="
+            f"{plan.optimizer!r}; leave it out, or use optimizer='adamw-offload-torchao'.",
+            kind="gradients offloaded by an optimizer that does not",
+        )
 
 
 def _check_beside_optimizer(
@@ -1237,11 +1295,6 @@ def _not_by_trainers_of_trl(model: Model, plan: Plan) -> tuple[tuple[bool, str, 
             "lora_targets='all-linear'",
         ),
         (
-            gathers_head(plan) and plan.recompute != "none",
-            f"zero={plan.zero}, lora_rank={plan.lora_rank}, recompute={plan.recompute!r}",
-            "zero=0, or recompute='none'",
-        ),
-        (
             gathers_head(plan) and head % plan.dp > 0,
             f"zero={plan.zero}, lora_rank={plan.lora_rank}, dp={plan.dp} that does not divide the vocabulary",
             f"a dp that divides {head}",
@@ -1367,6 +1420,7 @@ REFUSALS: Final[tuple[Callable[[Model, Plan], None], ...]] = (
     _check_other_of_torch,
     _check_bitsandbytes,
     _check_torchao,
+    _check_offload_gradients,
     check_positions,
 )
 """The rules in the order in which they are asked."""

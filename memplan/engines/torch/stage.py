@@ -8,11 +8,13 @@ from functools import cached_property
 from typing import Any, Final, Self, final
 
 from memplan.device import CPU, Device
+from memplan.engines.torch.merging import Adapted, adapted, is_sent
 from memplan.engines.torch.options import (
     called_by_trainer,
     compiled_blocks,
     finds_unused,
     gathers_head,
+    merges_adapters,
     torch_options,
     weight_dtype,
 )
@@ -30,7 +32,7 @@ from memplan.memory import Alive
 from memplan.models import Model, TracedModel, divided, of_sizes
 from memplan.models.recording import REFERENCE
 from memplan.models.traced import is_of_torchtitan
-from memplan.optimizers import KEPT, Kept
+from memplan.optimizers import KEPT, LEAST_OFFLOADED, Kept
 from memplan.parts.ddp import Arguments
 from memplan.parts.stage import ModelStage, QuicklyCopied, StageKind, cublas_workspaces, trained
 from memplan.parts.weight_updates import (
@@ -171,7 +173,12 @@ class Stage(ModelStage):
     @property
     def scalars_on_device(self) -> bool:
         """Whether the device that updates the weights holds the optimizer's counts of steps."""
-        return self.update_device.on_cpu or self.options.optimizer_impl == "fused"
+        fused = self.options.optimizer_impl == "fused" or self.plan.kept.on_host
+        return self.update_device.on_cpu or fused
+
+    def updates_on_host(self, parameter: Parameter) -> bool:
+        """Whether torchao's optimizer updates a weight on the host: a DTensor counts whole."""
+        return self.plan.kept.on_host and parameter.n_elements >= LEAST_OFFLOADED
 
     @property
     def has_trainer(self) -> bool:
@@ -208,8 +215,17 @@ class Stage(ModelStage):
             return None
         on_host = self.device.on_cpu
         own = [p for p in self.parameters() if not p.name.startswith(f"{REFERENCE}.")]
-        whole = tuple([self._whole(p) for p in own if self.is_fsdp2])
-        return kept_by_trainer(self.model, self.plan, self.trace, self.weight_dtype, whole, on_host=on_host)
+        whole = tuple([self._whole(p) for p in own if self.is_fsdp2 and is_sent(p.name)])
+        return kept_by_trainer(
+            self.model, self.plan, self.trace, self.weight_dtype, whole, self._adapted(own), on_host=on_host
+        )
+
+    def _adapted(self, own: Sequence[Parameter]) -> tuple[Adapted, ...]:
+        """The weights that have adapters; not where merging them has no rule, as a note says."""
+        if not merges_adapters(self.plan):
+            return ()
+        n_ranks = self.plan.n_shards if self.is_fsdp2 else 1
+        return tuple(adapted([(p, stored_dtype(p, self.weight_dtype)) for p in own], n_ranks))
 
     def _whole(self, p: Parameter) -> Buffer:
         """A sharded weight as `DTensor.full_tensor` gathers it, with its padding."""
@@ -478,6 +494,8 @@ class RankStages(QuicklyCopied):
 
     def optimizer_states(self, parameter: Parameter) -> list[Buffer]:
         """The optimizer's tensors of a parameter on the device that updates it, as they are made."""
+        if self.stages[0].updates_on_host(parameter):
+            return []
         of = states_of_own_optimizer if self.options.optimizer_in_backward else states_of
         on_host = not self.stages[0].scalars_on_device
         return of(self.kept_of(parameter), self._weight(parameter), on_host=on_host)
@@ -677,6 +695,8 @@ class RankStages(QuicklyCopied):
             return found
         sharded, dtype = self.plan.fsdp, self.plan.formats.accumulate
         for p, n in self.counted_trained_parameters():
+            if self.options.offload_gradients and self.stages[0].updates_on_host(p):
+                continue
             shape = (self.weight_elements(p),) if sharded else p.grad_shape
             found[buffer_of(f"{p.name}.grad", shape, dtype, "grads")] = n
         return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, final
 
+from memplan.engines.torch.merging import Adapted, merged, unmerged
 from memplan.engines.torch.options import torch_options
 from memplan.models import Model
 from memplan.passes.trace import Trace
@@ -39,6 +40,7 @@ class KeptByTrainer:
         norm: the norm of the gradients.
         losses: the sum of the losses since the last log.
         for_server: whole weights for a server of vLLM; each is freed when the next has been gathered.
+        adapted: the weights that have adapters, which are merged into them meanwhile.
     """
 
     batch: tuple[Buffer, ...]
@@ -47,6 +49,7 @@ class KeptByTrainer:
     norm: Buffer
     losses: Buffer
     for_server: tuple[Buffer, ...] = ()
+    adapted: tuple[Adapted, ...] = ()
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -68,7 +71,14 @@ def counts_tokens(plan: Plan) -> bool:
 
 
 def kept_by_trainer(
-    model: Model, plan: Plan, trace: Trace, weight_dtype: DType, whole: tuple[Buffer, ...], *, on_host: bool
+    model: Model,
+    plan: Plan,
+    trace: Trace,
+    weight_dtype: DType,
+    whole: tuple[Buffer, ...],
+    with_adapters: tuple[Adapted, ...],
+    *,
+    on_host: bool,
 ) -> KeptByTrainer:
     """What the Trainer keeps of a model with this trace; `whole`: its weights that are sharded.
 
@@ -88,7 +98,8 @@ def kept_by_trainer(
         last_loss=losses[-1],
         norm=buffer_of("norm of the gradients", (), weight_dtype),
         losses=buffer_of("losses so far", (), FP32),
-        for_server=whole if torch_options(plan).trainer == "grpo" and plan.adapters is None else (),
+        for_server=whole if torch_options(plan).trainer == "grpo" else (),
+        adapted=with_adapters if torch_options(plan).trainer == "grpo" else (),
     )
 
 
@@ -182,15 +193,21 @@ def metrics_of_generation(plan: Plan) -> Iterator[Collective]:
 def gathered_for_server(kept: KeptByTrainer) -> Iterator[Event]:
     """The all-gather of each weight, one after the other, which every rank takes part in.
 
+    Adapters are merged into all weights before, and taken out of them after.
+
     Assumes: as many bytes on each rank, which pads a smaller part.
-    Neglects: that copy; with adapters, their sums with frozen weights, which DTensor divides over the ranks.
+    Neglects: that copy.
     Source: trl.generation.vllm_generation (`VLLMGeneration.sync_weights`), 1.16.
     """
+    for one in kept.adapted:
+        yield from merged(one)
     for before, whole in pairwise((None, *kept.for_server)):
         if whole is not None:
             sent = Collective(kind="all_gather", axis="dp", what=FOR_SERVER, payload_bytes=whole.n_bytes)
             yield from (Alloc(whole), sent, *([] if before is None else frees(before)))
     yield from frees(*kept.for_server[-1:])
+    for one in kept.adapted:
+        yield from unmerged(one)
 
 
 METRICS: Final[Mapping[str, Callable[[Plan], Iterator[Collective]]]] = {
@@ -209,6 +226,6 @@ def fetched(kept: KeptByTrainer | None, plan: Plan) -> Iterator[Stretch]:
         gathers = [counted] * (n > 1 and counts_tokens(plan))
         if torch_options(plan).trainer == "grpo":
             gathers = list(metrics_of_generation(plan))
-        if kept.for_server:
+        if kept.for_server or kept.adapted:
             yield events("weights for the server", gathered_for_server(kept))
         yield events("batch", [*allocs(*kept.batch), *gathers, *frees(*kept.batch)])

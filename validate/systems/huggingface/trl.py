@@ -118,8 +118,7 @@ def grpo_trainer(
 
         def sync_weights(self) -> None:
             """Gather weights that are sharded, but beside adapters; nothing is sent."""
-            if plan.fsdp and plan.adapters is None:
-                super().sync_weights()
+            super().sync_weights()
 
         def update_named_params(self, _: Any, weights: Iterator[Any]) -> None:
             """Gather weights on the rank that would send them."""

@@ -1,6 +1,7 @@
 """PyTorch itself: modules, a plan applied to them (`parallelize`), the passes and the update of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,8 +137,12 @@ def _summed(value: float, group: dist.ProcessGroup | None) -> float:
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Each tensor of the state once, but for those of paged memory."""
+    """Each tensor of the state once, but for those of paged memory; on the host copies of weights too."""
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-    values = [value for state in inner.state.values() for value in state.values()]
+    on_host: dict[Any, Any] = getattr(optimizer, "optim_dict", {})
+    on_gpu = getattr(optimizer, "d_opt", None)
+    own = [*on_host.values(), *([] if on_gpu is None else [on_gpu])] if on_host else [inner]
+    values = [value for one in own for state in one.state.values() for value in state.values()]
+    values += getattr(optimizer, "param_d2h_map", {}).values()
     found = [value for value in values if isinstance(value, Tensor) and not hasattr(value, "is_paged")]
     yield from {id(value): value for value in found}.values()

@@ -62,9 +62,14 @@ class Update:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """This stage's parameters as the optimizer has them; DDP beside TP hides some of the module's."""
+        """This stage's parameters as the optimizer has them; DDP beside TP hides some of the module's.
+
+        torchao's optimizer on the host has copies of most of them, which are its last groups.
+        """
+        on_gpu = [weight for one in self.optimizers for weight in getattr(one, "param_d2h_map", ())]
         groups = [group for one in self.optimizers for group in one.param_groups]
-        return [weight for group in groups for weight in group["params"]]
+        own = [weight for group in groups for weight in group["params"]]
+        return [*on_gpu, *own[: len(own) - len(on_gpu)]]
 
     def __call__(self) -> None:
         """Updates the weights, unless the backward pass has; the gradients are gone, or zero, after."""
@@ -153,6 +158,9 @@ def _optimizer(
     Beside expert-parallel ranks all are one group: PyTorch takes DTensors of several meshes.
     """
     kind = optimizer_class(name)
+    if plan.kept.on_host:
+        away = torch_options(plan).offload_gradients
+        return kind(parameters, torch.optim.AdamW, offload_gradients=away, lr=learning_rate)
     options: dict[str, Any] = {"lr": learning_rate, **IMPLEMENTATIONS[torch_options(plan).optimizer_impl]}
     if plan.zero == 1 and mesh is not None:
         return ZeroRedundancyOptimizer(
