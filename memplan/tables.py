@@ -218,17 +218,19 @@ def _rate_remark(estimate: Estimate) -> str:
 
 def _summary(estimate: Estimate) -> str:
     """The step's time, its traffic, and the flag that shows more of both."""
-    parts = []
+    parts, missing = [], ""
     if (step_s := estimate.step_s) is not None:
         unit, name = time_unit(step_s)
-        parts.append(f"A step takes {scaled(step_s, unit, 2)} {name}{_rate_remark(estimate)}")
+        parts.append(f"a step takes {scaled(step_s, unit, 2)} {name}{_rate_remark(estimate)}")
     else:
-        parts.append(f"No step time: {'; '.join(estimate.time_missing)}")
+        missing = f"No step time: {'; '.join(estimate.time_missing)}. "
     if sent_bytes := estimate.busiest.sent_bytes:
         parts.append(f"a GPU sends {human_bytes(sent_bytes)}")
     if host_bytes := estimate.host.total_bytes:
-        parts.append(f"its host holds {human_bytes(host_bytes)}")
-    return wrapped(f"{', '.join(parts)}. More: --details, --ledger.")
+        parts.append(f"the host holds {human_bytes(host_bytes)} for each GPU")
+    figures = ", ".join(parts)
+    said = f"{figures[0].upper()}{figures[1:]}. " if figures else ""
+    return wrapped(f"{missing}{said}More: --details, --ledger.")
 
 
 SAID: Final[dict[Verdict | None, str]] = {

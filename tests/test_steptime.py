@@ -218,7 +218,7 @@ def test_recomputation_lowers_utilisation_and_counts_as_no_work():
         ({}, "no cluster was given"),
         ({"cluster": "2xcpu"}, "no peak rate is known of cpu in bf16"),
         ({"cluster": "8xv100-32"}, "no peak rate is known of v100-32 in bf16"),
-        ({"cluster": "8xh100-sxm", "zero": 3, "offload": True}, "the host's memory"),
+        ({"cluster": "8xh100-sxm", "zero": 3, "offload": True}, "known of the host"),
         ({"cluster": "8xh100-sxm", "engine": "textbook"}, "closed-form accounting has none"),
         (
             {"cluster": replace(cluster("16xh100-sxm"), inter_node=Link(name="rumour"))},

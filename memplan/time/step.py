@@ -351,7 +351,7 @@ def _missing(plan: Plan, cluster: Cluster | None) -> Iterator[str]:
     if not gpu.memory_bytes_per_s:
         yield f"no memory rate is known of {gpu.name}"
     if engine.offloads(plan):
-        yield "no rate is known to and in the host's memory, where offloaded states are updated"
+        yield "no rate is known of the host, which updates offloaded states"
     elif engine.copies_to_host(plan) and host_bytes_per_s(cluster) is None:
         yield f"no rate is known between {gpu.name} and its host"
     if cluster.intra_node.bytes_per_s and cluster.inter_node.bytes_per_s:
