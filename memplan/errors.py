@@ -1,7 +1,7 @@
 """Errors that name the value, the rule that it breaks and a way out."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -159,8 +159,21 @@ def unknown_name(what: str, name: object, known: Iterable[str], listed: str = ""
         return UnknownName(sentence)
     if what.endswith(KEYWORDS) and (option := option_of(shown)) is not None:
         return UnknownName(f"{shown} is called {option} in memplan; use that.")
-    listed = listed or f"Known: {', '.join(names)}."
+    listed = listed or f"Known: {_in_short(names)}."
     return UnknownName(f"unknown {what} {shown!r}{did_you_mean(shown, names)} {listed}")
+
+
+def _in_short(names: Sequence[str], most: int = 240) -> str:
+    """The names, of a long list the first ones and how many more there are: about `most` characters.
+
+    >>> _in_short(["adam", "lion", "sgd"]), _in_short(["adam", "lion", "sgd"], most=10)
+    ('adam, lion, sgd', 'adam, lion, and 1 more (see --help)')
+    """
+    text = ", ".join(names)
+    if len(text) <= most:
+        return text
+    shown = text[: text.rindex(", ", 0, most + 2)]
+    return f"{shown}, and {len(names) - shown.count(', ') - 1} more (see --help)"
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 4) -> str:

@@ -272,12 +272,14 @@ def test_adapters_are_merged_before_weights_are_sent_and_taken_out_after():
     of_linears = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert merges["all_to_all"].calls == merges["reduce_scatter"].calls == 2 * 7 * 2
     assert merges["reduce_scatter"].payload_bytes == (4 + 2) * of_linears
+    assert any("merging adapters may take less" in note for note in found.notes)
 
 
 def test_an_adapter_of_fewer_rows_than_ranks_is_gathered():
     found = estimated(**GRPO | FSDP2 | LORA | {"dp": 16})
     (merges,) = (one for one in found.collectives if one.what == "merge of adapters")
     assert (merges.kind, merges.calls) == ("all_gather", 2 * 7 * MODEL.n_layers)
+    assert not any("merging adapters may take less" in note for note in found.notes)
     assert merges.payload_bytes == 2 * 2 * 4 * 16 * (6 * 512 + 1024)  # padded to a row for each rank
 
 

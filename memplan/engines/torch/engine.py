@@ -6,6 +6,7 @@ from typing import Any, final
 from memplan.device import Device
 from memplan.engines.base import DataParallelism, Engine, PartCosts, RankRecord
 from memplan.engines.costs import part_costs
+from memplan.engines.torch.dtensor import MOST_GPUS_OF_A_HOST
 from memplan.engines.torch.flat_parameter import FlatRankStages
 from memplan.engines.torch.options import TorchOptions, compiled_blocks, merges_adapters, torch_options
 from memplan.engines.torch.refusals import REFUSALS, check_device
@@ -157,6 +158,13 @@ def _said_of_options(plan: Plan) -> Iterator[str]:
         yield (
             f"{what} with trainer='grpo': before completions are generated PEFT makes each weight anew, with "
             "its adapters merged into it, and back after, one weight after the other. That is not counted."
+        )
+    rows = plan.adapters.rank if plan.adapters is not None and merges_adapters(plan) else 0
+    if plan.fsdp and 1 < plan.n_shards <= min(rows, MOST_GPUS_OF_A_HOST):
+        yield (
+            "trainer='grpo' with lora_rank: DTensor divides the products of adapters by the number of GPUs "
+            f"that a process sees. They are counted for ranks on several hosts; where all {plan.n_shards} are "
+            "on one, merging adapters may take less."
         )
     if plan.kept.paged:
         yield (
