@@ -3,14 +3,18 @@
 from dataclasses import replace
 
 import pytest
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_managed_modules, _get_managed_states
 
 from memplan.device import CPU, CPU_OF_SHAPES, H100
 from memplan.engines.options import with_said
+from memplan.engines.torch.param_group import found_order
 from memplan.errors import MemplanError
 from memplan.estimate import estimate, rank_estimate
 from memplan.models.llama import Llama
 from memplan.plan import Plan
 from memplan.record import unrolled
+from memplan.shapes import FP32, Parameter
 
 SUM = " (float32 sum)"
 MODEL = Llama(
@@ -27,6 +31,25 @@ def sums(recompute):
     step = rank_estimate(MODEL, plan, plan.place(0), CPU).record.step
     made = [(name, event.buffer.name) for name, event in unrolled(step) if event.sign > 0]
     return [(name, made.removesuffix(SUM)) for name, made in made if made.endswith(SUM)]
+
+
+class Embeddings(nn.Module):
+    """As CLIP's: a weight of its own beside those of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.class_embedding = nn.Parameter(nn.init.zeros_(nn.Linear(2, 2).weight))
+        self.patches = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        self.position = nn.Embedding(2, 2)
+
+
+def test_weights_are_gathered_in_the_order_in_which_fully_shard_finds_them():
+    module = nn.Sequential(Embeddings(), nn.Linear(2, 2))
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found, _ = _get_managed_states(_get_managed_modules((module,)))
+    own = tuple([Parameter(name, (2, 2), FP32) for name in names.values()])
+    assert [p.name for p in found_order(own)] == [names[parameter] for parameter in found]
+    assert next(iter(names.values())) == "0.class_embedding" == found_order(own)[-3].name
 
 
 def test_sums_of_blocks_that_the_second_part_ran_again_come_after_the_roots():

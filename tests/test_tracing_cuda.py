@@ -23,7 +23,7 @@ from memplan.tape import OpContext
 from memplan.tracing.autocast import KEY, NARROW, WIDEST
 from memplan.tracing.calls import Called, kernel_called
 from memplan.tracing.cuda import CUDA
-from memplan.tracing.scratch import scratch_of
+from memplan.tracing.scratch import copied_before, scratch_of
 from memplan.tracing.shapes import ATEN
 from tests.traced import trace_of
 from validate.systems.torch.wild import Encoder, Recurrent, UNet
@@ -266,6 +266,16 @@ def test_short_rows_are_sorted_with_their_places():
         "sort", (1, 1), "float32", 2
     )
     assert scratch_of(ATEN.topk.default, (x, 2), (), CUDA) == ()
+
+
+def test_indices_that_lie_in_different_orders_are_copied():
+    """As in masks of transformers: `where[samples, tokens]`, samples and tokens both broadcast."""
+    where = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    samples = torch.zeros(2, 1, dtype=torch.int64, device="meta")
+    copies = copied_before(ATEN.index.Tensor, (where, [samples, samples.reshape(1, 2)]), CUDA)
+    assert copies == (("indices in order", 4, torch.int64),) * 2
+    assert copied_before(ATEN.index.Tensor, (where, [samples]), CUDA) == ()
+    assert copied_before(ATEN.index.Tensor, (where, [where > 0]), CUDA) == ()
 
 
 def scratch_bytes(

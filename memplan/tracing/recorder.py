@@ -26,7 +26,7 @@ from memplan.tracing.computed import Computed, computed_of
 from memplan.tracing.cuda import on_cuda
 from memplan.tracing.divided import local
 from memplan.tracing.mode import ShapesMode
-from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, Scratch, scratch_of
+from memplan.tracing.scratch import CONVOLUTION, CONVOLUTION_BACKWARD, Scratch, copied_before, scratch_of
 from memplan.tracing.shapes import ATEN, Operation, Operator, Shapes, dtype_name, tensors
 from memplan.tracing.values import READ, known_value, receive_counts
 
@@ -126,11 +126,15 @@ class Unlike(Exception):
 
 
 class Taken(NamedTuple):
-    """What an operation takes beside its results (by its kernel's rule, or as scratch), and computes."""
+    """What an operation takes beside its results (by its kernel's rule, or as scratch), and computes.
+
+    `copies`: scratch that is there before its results.
+    """
 
     kernel: Called | None
     scratch: tuple[Scratch, ...]
     computed: tuple[Computed, ...]
+    copies: tuple[Scratch, ...] = ()
 
 
 class _Watch(weakref.ref[UntypedStorage]):
@@ -418,7 +422,8 @@ class Recorder(ShapesMode):
             kernel_called(func, args, kwargs, results) if results and self.device.type == "cuda" else None
         )
         scratch = scratch_of(func, args, results, self.device) if results and kernel is None else ()
-        return Taken(kernel, scratch, computed_of(func, args, kwargs, results, out))
+        copies = copied_before(func, args, self.device) if results else ()
+        return Taken(kernel, scratch, computed_of(func, args, kwargs, results, out), copies)
 
     def note_fallback(self, said: str) -> None:
         """Note the package that transformers says is not installed, in whose place its own code runs.
@@ -436,14 +441,14 @@ class Recorder(ShapesMode):
             self.neglected[OF_CUDNN[func]] = None
         if simulates_cuda and func in (CONVOLUTION, CONVOLUTION_BACKWARD):
             self._convolved(operation, results)
+        copies = self._scratch(taken.copies)
         if kernel is not None:
             results = results[: kernel.n_results]
             self.events.append(Event("kernel", self.section, -1, kernel))
         self._allocated(operation, results[::-1] if func in LAST_FIRST else results)
         for made in () if kernel is None else {*map(self.storage_of, results)} - {GIVEN, WEIGHT}:
             self.storages[made] = self.storages[made]._replace(by_kernel=True)
-        if taken.scratch:
-            self._freed_scratch(self._scratch(taken.scratch))
+        self._freed_scratch([*copies, *self._scratch(taken.scratch)])
         self.events += [Event("compute", self.section, -1, (one, self._phase)) for one in taken.computed]
 
     @property

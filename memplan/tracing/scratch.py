@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memplan.errors import MissingRule
-from memplan.tracing.shapes import ATEN, INDEX
+from memplan.tracing.shapes import ATEN, INDEX, MASKS
 
 Scratch = tuple[str, int, torch.dtype]
 """What it is, its elements and their type."""
@@ -70,13 +70,38 @@ def scratch_of(
     return tuple([scratch for scratch in found if scratch[1] > 0])
 
 
+def copied_before(func: Any, args: Sequence[Any], device: torch.device) -> tuple[Scratch, ...]:
+    """The copies of operands that an operation makes before its results, and frees after them."""
+    if func is INDEX and device.type == "cuda":
+        return tuple(_indices(args[1]))
+    return tuple(_in_order(args, IN_ORDER.get(func, {})))
+
+
+def _indices(given: Sequence[Tensor | None]) -> Iterator[Scratch]:
+    """Indices that are moved from the host, and those of several that do not lie in memory in one order.
+
+    Source: aten/src/ATen/native/TensorAdvancedIndexing.cpp (`make_info`, `AdvancedIndex`).
+    """
+    indices = [one for one in given if one is not None]
+    for one in indices:
+        if one.device.type == "cpu":
+            yield "indices on the GPU", one.numel(), one.dtype
+    if any(one.dtype in MASKS for one in indices):
+        return
+    shape = torch.broadcast_shapes(*[one.shape for one in indices])
+    expanded = [one.expand(shape) for one in indices]
+    if any(one.stride() != expanded[0].stride() for one in expanded):
+        for one in expanded:
+            if not one.is_contiguous():
+                yield "indices in order", one.numel(), one.dtype
+
+
 def _anywhere(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Iterator[Scratch]:
-    """Copies that PyTorch's own code makes of operands, masks of a softmax, differences of a logsumexp.
+    """Copies of another type that PyTorch makes of operands, masks of a softmax, differences of a logsumexp.
 
     Source: aten/src/ATen/native/ReduceOps.cpp (`impl_func_cum_ops`, `logsumexp_out_impl`),
     aten/src/ATen/native/SoftMax.cpp (`_safe_softmax`).
     """
-    yield from _in_order(args, IN_ORDER.get(func, {}))
     if func is ATEN.logsumexp.default:
         yield "largest", results[0].numel(), args[0].dtype
         yield "less the largest", args[0].numel(), args[0].dtype
@@ -97,18 +122,13 @@ def _in_order(args: Sequence[Any], operands: Mapping[int, str]) -> Iterator[Scra
 
 
 def _on_cuda(func: Any, args: Sequence[Any]) -> Iterator[Scratch]:
-    """The product that a softmax's backward sums; indices that are moved from the host.
+    """The product that a softmax's backward sums.
 
     Raises:
         MissingRule: for an operation that sorts or scans by CUB.
 
-    Source: aten/src/ATen/native/cuda/SoftMax.cu (`softmax_backward_cuda_out`),
-    aten/src/ATen/native/TensorAdvancedIndexing.cpp (`make_info`).
+    Source: aten/src/ATen/native/cuda/SoftMax.cu (`softmax_backward_cuda_out`).
     """
-    if func is INDEX:
-        for one in args[1]:
-            if one is not None and one.device.type == "cpu":
-                yield "indices on the GPU", one.numel(), one.dtype
     if func is ATEN._softmax_backward_data.default:
         yield "grad times probabilities", args[1].numel(), args[1].dtype
     if func is TOP and (n := _row(args[0], args[2] if len(args) > 2 else -1)) >= SHORTEST_DIVIDED:

@@ -163,8 +163,8 @@ def _said_of_options(plan: Plan) -> Iterator[str]:
     if plan.fsdp and 1 < plan.n_shards <= min(rows, MOST_GPUS_OF_A_HOST):
         yield (
             "trainer='grpo' with lora_rank: DTensor divides the products of adapters by the number of GPUs "
-            f"that a process sees. They are counted for ranks on several hosts; where all {plan.n_shards} are "
-            "on one, merging adapters may take less."
+            "that a process sees. They are counted for ranks on several hosts; where all "
+            f"{plan.n_shards} are on one, merging adapters may take less."
         )
     if plan.kept.paged:
         yield (

@@ -6,7 +6,7 @@ Source: `torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup`.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -29,6 +29,21 @@ from memplan.parts.ddp import ALL_REDUCE, partial_sum
 from memplan.parts.stage import trained
 from memplan.record import COMPUTE, Alloc, Collective, Event, Free, WaitStream, allocs, frees
 from memplan.shapes import BF16, FP32, UINT8, Buffer, DType, Parameter, buffer_of
+
+
+@lru_cache(maxsize=1024)
+def found_order(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """The parameters in the order in which `fully_shard` finds them: a module's after its children's.
+
+    Source: `torch.distributed.fsdp._fully_shard._fsdp_init:_get_managed_modules`.
+    """
+    owners = [p.name.rpartition(".")[0] for p in parameters]
+
+    def key(i: int) -> tuple[int, int, int]:
+        within = [j for j, owner in enumerate(owners) if f"{owner}.".startswith(f"{owners[i]}.")]
+        return within[-1], -owners[i].count("."), i
+
+    return tuple([parameters[i] for i in sorted(range(len(parameters)), key=key)])
 
 
 class ParamGroup:
@@ -68,7 +83,7 @@ class ParamGroup:
         narrow = [p for p, _ in self._counted(self.parts) if p.gathered_as]
         self.casts_to_float8 = {p: Float8Cast(stage, p, self.shard(p), self.gather_dtype(p)) for p in narrow}
         self.inputs, self.uploads = self._inputs(name, shards[formats.gather])
-        self.unsharded = [([self._unsharded(p) for p in part], times) for part, times in self.parts]
+        self.unsharded = [([self._unsharded(p) for p in found_order(own)], n) for own, n in self.parts]
         self.reduce_input = buffer_of(f"{name} (reduce-scatter input)", (n * reduced,), self.dtype)
         self.reduce_scratch = buffer_of(f"{name} (gloo scratch)", (n * reduced,), self.dtype)
         self.reduced = buffer_of(f"{name}.grad (sharded)", (reduced,), formats.accumulate, "grads")
