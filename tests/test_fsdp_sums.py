@@ -34,7 +34,7 @@ def sums(recompute):
 
 
 class Embeddings(nn.Module):
-    """As CLIP's: a weight of its own beside those of its children."""
+    """A module with a parameter and children that have parameters, as CLIP's embeddings."""
 
     def __init__(self) -> None:
         super().__init__()

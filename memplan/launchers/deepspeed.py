@@ -126,13 +126,13 @@ class DeepSpeedLauncher(Launcher):
         if job.estimate.plan.recompute != "none":
             yield "Recomputation is the training script's: it checkpoints the model's blocks."
         if (pp := job.estimate.plan.pp) > 1:
-            method = plan_dict(job.estimate.plan)["partition_method"]
+            options = plan_dict(job.estimate.plan)
             yield (
                 f"Stages are the training script's: PipelineModule(layers, num_stages={pp}, "
-                f"partition_method={method!r}, loss_fn=...), with the embedding, each block and the head as "
-                "a layer, and engine.train_batch(data_iter)."
+                f"partition_method={options['partition_method']!r}, loss_fn=...), with the embedding, each "
+                "block and the head as a layer, and engine.train_batch(data_iter)."
             )
-            if plan_dict(job.estimate.plan)[INTERVAL]:
+            if options[INTERVAL]:
                 yield "PipelineModule's checkpointable_layers has the class of the blocks, and no other."
         if job.estimate.plan.tp > 1:
             yield "train_batch_size counts a sequence once for each tensor-parallel rank, as DeepSpeed does."

@@ -128,7 +128,7 @@ Source: cub/device/dispatch/dispatch_radix_sort.cuh (`InvokeSingleTile`), as CUD
 
 
 def _added_by_index(tape: Tape, sizes: Sizes, dtype: DType) -> Results:
-    """Nothing but what it takes to add rows to those of a table; sizes: their indices, the table's rows.
+    """Scratch of `index_put_(accumulate=True)`, which sorts its indices; sizes: indices, rows of the table.
 
     Source: aten/src/ATen/native/cuda/Indexing.cu (`index_put_with_sort_kernel`).
     """

@@ -519,15 +519,20 @@ def _least_bytes(plans: _Plans) -> Bytes:
     received_bytes = plans.for_micro_batch(lambda costs: costs.received_bytes)
     received = plans.m * plans.of_pipelines(lambda one: one.n_neighbours) * received_bytes
     first = data.states_bytes + received + held
-    found: Bytes = np.floor(np.maximum(first, _ended_bytes(plans)) * (1 - ROUNDING))
+    found: Bytes = np.floor(np.maximum(first, _ended_bytes(plans, data.ended_bytes)) * (1 - ROUNDING))
     return found
 
 
-def _ended_bytes(plans: _Plans) -> Any:
-    """What the rank in the middle of a pipeline holds when its first stage's last backward pass has ended."""
+def _ended_bytes(plans: _Plans, each: Any) -> Any:
+    """What the rank in the middle of a pipeline holds when its first stage's last backward pass has ended.
+
+    `each`: the bytes for each element of that stage (`DataParallelism.ended_bytes`).
+    """
+    if not np.any(each):
+        return 0.0
     data = plans.data_parallelism(plans.elements_on(lambda pipeline: pipeline.middle))
     elements = plans.elements_on(lambda pipeline: pipeline.middle[:1])
-    return np.where(data.ended_bytes > 0, data.states_bytes + data.ended_bytes * elements, 0.0)
+    return np.where(each > 0, data.states_bytes + each * elements, 0.0)
 
 
 def _reduced_bytes(plans: _Plans, data: DataParallelism, saved_bytes: Mapping[Part, Any]) -> Any:

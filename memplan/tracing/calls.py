@@ -143,7 +143,7 @@ def _unique(args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
 
 
 def _added_by_index(args: Sequence[Any], results: Sequence[Tensor]) -> Called | None:
-    """Rows that are added to those of a table; others, and masks, are left out."""
+    """The call of `index_put_(accumulate=True)` with one tensor of integer indices; None for any other."""
     table, indices, *_ = args
     accumulates = len(args) > 3 and args[3]
     if not accumulates or len(indices) != 1 or indices[0].dtype in MASKS:

@@ -221,7 +221,7 @@ def inputs_of(module: nn.Module, cp: int = 1) -> "Inputs | None":
 def _inputs_of(task: str, module: Any, cp: int, samples: int = 1) -> "Inputs":
     """What a module is called with for a task, on each of these context-parallel ranks as many tokens.
 
-    `samples`: those of a micro-batch whose samples the module goes through one by one.
+    `samples`: how many a micro-batch has, where the module loops over its images.
 
     Raises:
         MissingRule: the settings do not say what these are made of.

@@ -104,7 +104,7 @@ class PipelineEngine(DeepSpeedEngine):
         return [self.received, *grads]
 
     def _forward_parts(self) -> Iterator[Part[Slot]]:
-        stage, trace, i = self.stage, self.trace, 0
+        stage, trace = self.stage, self.trace
         yield Part("forward: casts of inputs", trace.cast_inputs, self.ends)
         yield Part("forward: embedding", trace.embed, self.ends)
         for i, segment in enumerate(self.blocks.forward()):

@@ -99,7 +99,7 @@ def kept_by_trainer(
         norm=buffer_of("norm of the gradients", (), weight_dtype),
         losses=buffer_of("losses so far", (), FP32),
         for_server=whole if torch_options(plan).trainer == "grpo" else (),
-        adapted=with_adapters if torch_options(plan).trainer == "grpo" else (),
+        adapted=with_adapters,
     )
 
 

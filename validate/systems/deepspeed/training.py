@@ -86,7 +86,7 @@ class DeepSpeedTraining(Training):
         if self._engine.skipped_steps or not self.optimizer_states():
             raise RuntimeError(
                 f"DeepSpeed has skipped {self._engine.skipped_steps} steps ('OVERFLOW! Skipping step'), "
-                "and its bytes are not those of a training."
+                "so the measured bytes are not the bytes of a training step."
             )
 
     def weights(self) -> Sequence[Tensor]:

@@ -556,6 +556,26 @@ def _of_images(model: str, config: str, sizes: Mapping[str, Any]) -> Wild:
     )
 
 
+def _of_qwen_vl(
+    release: str, seq_len: int, of_images: dict[str, Any], of_text: dict[str, Any], *, gpu_batch: int
+) -> Wild:
+    """A Qwen2-VL or Qwen2.5-VL at true size, with an image of 448 x 448 pixels in each sequence."""
+    vocabulary = 151_936
+    rope = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1_000_000.0}
+    tied = {"tie_word_embeddings": True}
+    text = {**of_text, "vocab_size": vocabulary, **tied, "rope_parameters": rope, "use_cache": False}
+    sizes = {"vision_config": of_images, "text_config": text, **tied, "image_token_id": vocabulary - 1}
+    how = f"Qwen{release}VLForConditionalGeneration", f"Qwen{release}VLConfig"
+    inputs = partial(_patches_and_text, grid=(32, 32), width=3 * 2 * 14**2, vocabulary=vocabulary)
+    return Wild(
+        module=_language(*how, sizes, use_cache=False),
+        inputs=inputs,
+        seq_len=seq_len,
+        package="transformers",
+        gpu_batch=gpu_batch,
+    )
+
+
 AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
     "llama-3-8b": _llama_like(
         "Llama", 1, 4096, width=4096, ff=14_336, layers=32, heads=32, vocabulary=128_256,
@@ -633,40 +653,21 @@ AT_TRUE_SIZE: Final[Mapping[str, Wild]] = {
         inputs=partial(_typed_image_and_text, size=224, pieces=256, vocabulary=257_216),
         seq_len=1024, package="transformers", gpu_batch=2,
     ),
-    "qwen2.5-vl-3b": Wild(
-        module=_language(
-            "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig",
-            {"vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
-                               "out_hidden_size": 2048, "patch_size": 14, "window_size": 112,
-                               "fullatt_block_indexes": [7, 15, 23, 31]},
-             "text_config": {"hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36,
-                             "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151_936,
-                             "max_position_embeddings": 128_000, "tie_word_embeddings": True,
-                             "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24],
-                                                 "rope_theta": 1_000_000.0},
-                             "use_cache": False},
-             "tie_word_embeddings": True, "image_token_id": 151_935},
-            use_cache=False,
-        ),
-        inputs=partial(_patches_and_text, grid=(32, 32), width=3 * 2 * 14**2, vocabulary=151_936),
-        seq_len=1024, package="transformers", gpu_batch=1,
+    "qwen2.5-vl-3b": _of_qwen_vl(
+        "2_5_", 1024,
+        {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
+         "out_hidden_size": 2048, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]},
+        {"hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16,
+         "num_key_value_heads": 2, "max_position_embeddings": 128_000},
+        gpu_batch=1,
     ),
-    "qwen2-vl-2b": Wild(
-        module=_language(
-            "Qwen2VLForConditionalGeneration", "Qwen2VLConfig",
-            {"vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "mlp_ratio": 4,
-                               "num_heads": 16, "patch_size": 14},
-             "text_config": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-                             "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936,
-                             "max_position_embeddings": 32_768, "tie_word_embeddings": True,
-                             "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24],
-                                                 "rope_theta": 1_000_000.0},
-                             "use_cache": False},
-             "tie_word_embeddings": True, "image_token_id": 151_935},
-            use_cache=False,
-        ),
-        inputs=partial(_patches_and_text, grid=(32, 32), width=3 * 2 * 14**2, vocabulary=151_936),
-        seq_len=2048, package="transformers", gpu_batch=2,
+    "qwen2-vl-2b": _of_qwen_vl(
+        "2", 2048,
+        {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "mlp_ratio": 4, "num_heads": 16,
+         "patch_size": 14},
+        {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+         "num_key_value_heads": 2, "max_position_embeddings": 32_768},
+        gpu_batch=2,
     ),
     "bert-large": Wild(
         module=_language(
